@@ -1,0 +1,50 @@
+"""DSpark: lossless speculative decoding for any causal language model.
+
+The public names below are imported on first use, so that ``import dspark`` is instant.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+__version__ = "0.1.0"
+
+if TYPE_CHECKING:
+    from dspark.decoding.settings import SamplingSettings as SamplingSettings
+    from dspark.drafters.checkpoint import load_drafter as load_drafter
+    from dspark.drafters.checkpoint import save_drafter as save_drafter
+    from dspark.drafters.config import DSparkConfig as DSparkConfig
+    from dspark.drafters.dspark import DSparkDrafter as DSparkDrafter
+    from dspark.engine.generation import generate as generate
+    from dspark.engine.result import GenerationResult as GenerationResult
+    from dspark.engine.result import RoundEvent as RoundEvent
+    from dspark.models.loading import LoadedTarget as LoadedTarget
+    from dspark.models.loading import load_target as load_target
+
+_MODULES = {
+    "DSparkConfig": "dspark.drafters.config",
+    "DSparkDrafter": "dspark.drafters.dspark",
+    "GenerationResult": "dspark.engine.result",
+    "LoadedTarget": "dspark.models.loading",
+    "RoundEvent": "dspark.engine.result",
+    "SamplingSettings": "dspark.decoding.settings",
+    "generate": "dspark.engine.generation",
+    "load_drafter": "dspark.drafters.checkpoint",
+    "load_target": "dspark.models.loading",
+    "save_drafter": "dspark.drafters.checkpoint",
+}
+
+__all__ = ["__version__", *_MODULES]  # noqa: PLE0604 - the keys are strings
+
+
+def __getattr__(name: str) -> object:
+    if name not in _MODULES:
+        raise AttributeError(f"module 'dspark' has no attribute {name!r}")
+    value = getattr(import_module(_MODULES[name]), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -1,0 +1,65 @@
+"""Opening the target and its drafter as the options say."""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+from dataclasses import dataclass
+from importlib.resources import as_file, files
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from dspark.cli.options import EMBEDDED, NO_DRAFTER
+
+if TYPE_CHECKING:
+    from dspark.drafters.dspark import DSparkDrafter
+    from dspark.models.loading import LoadedTarget
+
+EMBEDDED_DRAFTER = "assets/smollm2-135m-instruct"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Models:
+    """A target and, unless speculation is off, the drafter for it."""
+
+    target: LoadedTarget
+    drafter: DSparkDrafter | None
+    drafter_name: str
+
+
+def open_models(*, target: str, drafter: str | None, speculation: bool, dtype: str, device: str) -> Models:
+    """Load the target and the drafter that goes with it.
+
+    ``drafter`` None means ours for the embedded target. Raises ValueError when another target comes without one,
+    before anything is loaded.
+    """
+    name = _drafter_name(target, drafter) if speculation else NO_DRAFTER
+    from dspark.models.loading import load_target
+
+    loaded = load_target(target, dtype=dtype, device=device)
+    if name == NO_DRAFTER:
+        return Models(target=loaded, drafter=None, drafter_name=NO_DRAFTER)
+
+    from dspark.drafters.checkpoint import load_drafter
+
+    with ExitStack() as stack:
+        if name == EMBEDDED:
+            directory = stack.enter_context(as_file(files("dspark").joinpath(EMBEDDED_DRAFTER)))
+        else:
+            directory = Path(name)
+        opened = load_drafter(directory, loaded.model, device=loaded.model.device, dtype=loaded.model.dtype)
+    return Models(target=loaded, drafter=opened, drafter_name=name)
+
+
+def _drafter_name(target: str, drafter: str | None) -> str:
+    if drafter is None:
+        if target != EMBEDDED:
+            raise ValueError(
+                f"--target {target} needs a drafter that was trained for it: give --drafter DIRECTORY,"
+                " or --no-speculation to use the target alone"
+            )
+        return EMBEDDED
+    if drafter not in (EMBEDDED, NO_DRAFTER) and not Path(drafter).is_dir():
+        raise ValueError(
+            f"--drafter {drafter}: no such directory; a drafter is a directory with config.json and model.safetensors"
+        )
+    return drafter

@@ -1,0 +1,32 @@
+"""Sampling transforms and acceptance rules: the pure core in which the output stays the target's own.
+
+Functions over tensors and numbers. Nothing here does I/O or holds state, and randomness is always an argument.
+"""
+
+from __future__ import annotations
+
+from dspark.decoding.acceptance import Acceptance, accept_coupled, accept_greedy, accept_speculative, residual_probs
+from dspark.decoding.history import TokenHistory
+from dspark.decoding.noise import gumbel_noise, uniform, uniforms
+from dspark.decoding.sampling import coupled_sample, coupled_sample_rows, sample_from, sample_rows
+from dspark.decoding.settings import SamplingSettings
+from dspark.decoding.transforms import token_probs, warp_logits
+
+__all__ = [
+    "Acceptance",
+    "SamplingSettings",
+    "TokenHistory",
+    "accept_coupled",
+    "accept_greedy",
+    "accept_speculative",
+    "coupled_sample",
+    "coupled_sample_rows",
+    "gumbel_noise",
+    "residual_probs",
+    "sample_from",
+    "sample_rows",
+    "token_probs",
+    "uniform",
+    "uniforms",
+    "warp_logits",
+]

@@ -1,0 +1,215 @@
+"""Which draft tokens of one request's block are kept, and the token the target adds (SPEC "One round", step 4).
+
+Three rules, one for each way of sampling:
+
+=================== ============================ ============================================ =====================
+rule                a draft token is kept        the emitted token is                         lossless under
+=================== ============================ ============================================ =====================
+accept_greedy       while it is the argmax       the target's argmax                          any scheduler
+accept_coupled      while it is the target's     the target's own sample for (prefix, seed)   any scheduler
+                    own sample
+accept_speculative  with min(1, p/q)             distributed as the target's                  non-anticipating ones
+=================== ============================ ============================================ =====================
+
+Non-anticipating: whether x_k is verified may depend on x_1..x_{k-1}, never on x_k or what follows.
+
+Shapes: L draft tokens to verify (0 is allowed), R = L + 1 rows of the target, V target ids, D draft columns.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from dspark.decoding.sampling import sample_from
+
+_SUM_TOLERANCE = 1e-3
+
+
+@dataclass(frozen=True, slots=True)
+class Acceptance:
+    """The outcome of one block: draft tokens x_1..x_{num_accepted} are committed, then ``next_token``.
+
+    ``next_token`` is the correction after a rejection, the bonus token after none.
+    """
+
+    num_accepted: int
+    next_token: int
+
+
+def accept_speculative(
+    draft_tokens_L: Sequence[int] | Tensor,
+    target_probs_RV: Tensor,
+    draft_probs_LD: Tensor,
+    accept_uniforms_L: Sequence[float] | Tensor,
+    final_uniform: float,
+    draft_token_ids_D: Tensor | None = None,
+) -> Acceptance:
+    """Speculative sampling (arXiv 2211.17192, Algorithm 1; 2302.01318).
+
+    x_k is accepted if u_k q_k(x_k) < p_k(x_k), that is with probability min(1, p_k(x_k) / q_k(x_k)). At the first
+    rejection the next token is drawn from norm(max(p_k - q_k, 0)), after none from p_{L+1}.
+
+    Exact as long as x_k was drawn from q_k as passed, the uniforms are fresh, and L is non-anticipating. Rows are
+    normalised in float64 before they are compared, as ``sample_rows`` does, so float32 rounding of their sums makes no
+    bias.
+
+    Args:
+        draft_tokens_L: target ids x_1..x_L.
+        target_probs_RV: [L + 1, V], row k the target's distribution after x_1..x_k (row 0: after the anchor).
+        draft_probs_LD: [L, D], row k the distribution that x_{k+1} was drawn from.
+        accept_uniforms_L: L numbers in [0, 1), for the tests.
+        final_uniform: in [0, 1), for the next token.
+        draft_token_ids_D: int64 [D], the target id of each draft column; None if D = V. Other ids have q = 0.
+
+    Raises:
+        ValueError: shapes do not fit, a row is not a distribution (NaN included), a uniform is outside [0, 1), or a
+            draft token has q = 0 (it cannot have been drawn from that row).
+    """
+    draft_tokens = _as_token_list(draft_tokens_L)
+    accept_uniforms = [float(value) for value in accept_uniforms_L]
+    num_drafted = len(draft_tokens)
+    _check_shapes(num_drafted, target_probs_RV, draft_probs_LD, draft_token_ids_D)
+    _check_uniforms(num_drafted, accept_uniforms, final_uniform)
+    target_sums_R = _checked_sums(target_probs_RV, "target_probs_RV")
+    if num_drafted > 0:
+        draft_sums_L = _checked_sums(draft_probs_LD, "draft_probs_LD")
+        p_L = _at_tokens(target_probs_RV[:-1], draft_tokens, None) / target_sums_R[:-1]
+        q_L = _at_tokens(draft_probs_LD, draft_tokens, draft_token_ids_D) / draft_sums_L
+        tests = zip(draft_tokens, p_L.tolist(), q_L.tolist(), accept_uniforms, strict=True)
+        for k, (token, p, q, accept_uniform) in enumerate(tests):
+            if not q > 0:
+                raise ValueError(
+                    f"draft_tokens_L[{k}] is {token}, which draft_probs_LD[{k}] gives probability 0; "
+                    "pass the distribution the token was drawn from"
+                )
+            if not accept_uniform * q < p:
+                residual_V = residual_probs(target_probs_RV[k], draft_probs_LD[k], draft_token_ids_D)
+                return Acceptance(k, sample_from(residual_V, final_uniform))
+    return Acceptance(num_drafted, sample_from(target_probs_RV[num_drafted], final_uniform))
+
+
+def residual_probs(target_probs_V: Tensor, draft_probs_D: Tensor, draft_token_ids_D: Tensor | None = None) -> Tensor:
+    """What the target still owes after a rejection: norm(max(p - q, 0)) (arXiv 2211.17192, section 2.3), float64 [V].
+
+    p and q are first normalised in float64. After a true rejection the mass of max(p - q, 0) equals that of
+    max(q - p, 0) and is positive. If rounding leaves none (p and q equal but for last bits), p itself is returned: such
+    a rejection has a probability of the order of 1e-16, and what is emitted then is still a sample of the target.
+    """
+    p_V = target_probs_V.to(torch.float64)
+    q_D = draft_probs_D.to(torch.float64)
+    p_V = p_V / p_V.sum()
+    q_D = q_D / q_D.sum()
+    if draft_token_ids_D is None:
+        residual_V = p_V - q_D
+    else:
+        residual_V = p_V.index_add(0, draft_token_ids_D.to(p_V.device), q_D, alpha=-1)
+    residual_V = residual_V.clamp_(min=0)
+    mass = residual_V.sum()
+    return residual_V / mass if bool(mass > 0) else p_V
+
+
+def accept_greedy(draft_tokens_L: Sequence[int] | Tensor, target_tokens_R: Sequence[int] | Tensor) -> Acceptance:
+    """Temperature 0: accept while the draft token is the target's argmax; the next token is the argmax there.
+
+    This is ``accept_speculative`` for one-hot p, without the distributions: u q(x) < 1 always, u q(x) < 0 never, and
+    the residual of a one-hot p is p.
+
+    Args:
+        draft_tokens_L: target ids x_1..x_L.
+        target_tokens_R: [L + 1], entry k the target's argmax after x_1..x_k, penalties and bias applied.
+
+    Raises:
+        ValueError: there is not exactly one target token more than draft tokens.
+    """
+    return _accept_while_equal(draft_tokens_L, target_tokens_R)
+
+
+def accept_coupled(draft_tokens_L: Sequence[int] | Tensor, target_samples_R: Sequence[int] | Tensor) -> Acceptance:
+    """Seeded coupling: accept while the draft token is the target's own sample; the next token is the sample there.
+
+    Everything emitted is the target's own sample for (prefix, seed), whatever was drafted and however much of it was
+    verified.
+
+    Args:
+        draft_tokens_L: target ids x_1..x_L, best drawn with the same noise as the target's samples.
+        target_samples_R: [L + 1], entry k is ``coupled_sample`` of p(. | x_1..x_k) with ``gumbel_noise`` of the
+            request's seed and the absolute position of x_{k+1}.
+
+    Raises:
+        ValueError: there is not exactly one target sample more than draft tokens.
+    """
+    return _accept_while_equal(draft_tokens_L, target_samples_R)
+
+
+def _accept_while_equal(draft_tokens_L: Sequence[int] | Tensor, target_tokens_R: Sequence[int] | Tensor) -> Acceptance:
+    draft_tokens = _as_token_list(draft_tokens_L)
+    target_tokens = _as_token_list(target_tokens_R)
+    if len(target_tokens) != len(draft_tokens) + 1:
+        raise ValueError(
+            f"{len(target_tokens)} target tokens for {len(draft_tokens)} draft tokens; give one more than draft tokens"
+        )
+    num_accepted = 0
+    while num_accepted < len(draft_tokens) and draft_tokens[num_accepted] == target_tokens[num_accepted]:
+        num_accepted += 1
+    return Acceptance(num_accepted, target_tokens[num_accepted])
+
+
+def _as_token_list(tokens: Sequence[int] | Tensor) -> list[int]:
+    return [int(token) for token in (tokens.tolist() if isinstance(tokens, Tensor) else tokens)]
+
+
+def _check_shapes(
+    num_drafted: int, target_probs_RV: Tensor, draft_probs_LD: Tensor, draft_token_ids_D: Tensor | None
+) -> None:
+    if target_probs_RV.dim() != 2 or target_probs_RV.shape[0] != num_drafted + 1:
+        raise ValueError(
+            f"target_probs_RV has shape {tuple(target_probs_RV.shape)}; "
+            f"{num_drafted} draft tokens need {num_drafted + 1} rows"
+        )
+    if draft_probs_LD.dim() != 2 or draft_probs_LD.shape[0] != num_drafted:
+        raise ValueError(
+            f"draft_probs_LD has shape {tuple(draft_probs_LD.shape)}; "
+            f"{num_drafted} draft tokens need {num_drafted} rows"
+        )
+    num_columns = target_probs_RV.shape[1] if draft_token_ids_D is None else draft_token_ids_D.shape[0]
+    if num_drafted > 0 and draft_probs_LD.shape[1] != num_columns:
+        raise ValueError(
+            f"draft_probs_LD has {draft_probs_LD.shape[1]} columns, not {num_columns}; "
+            "with a reduced draft vocabulary pass draft_token_ids_D, one id for each column"
+        )
+
+
+def _check_uniforms(num_drafted: int, accept_uniforms: Sequence[float], final_uniform: float) -> None:
+    if len(accept_uniforms) != num_drafted:
+        raise ValueError(f"accept_uniforms_L has {len(accept_uniforms)} numbers for {num_drafted} draft tokens")
+    if not all(0 <= value < 1 for value in (*accept_uniforms, final_uniform)):
+        raise ValueError("accept_uniforms_L or final_uniform has a number outside [0, 1)")
+
+
+def _checked_sums(probs_NV: Tensor, name: str) -> Tensor:
+    """Sums of the rows in float64 [N]; an error unless every row is a distribution."""
+    sums_N = probs_NV.sum(dim=-1, dtype=torch.float64)
+    is_distribution = ((sums_N - 1).abs() <= _SUM_TOLERANCE) & (probs_NV.amin(dim=-1) >= 0)  # NaN fails both
+    if not bool(is_distribution.all()):
+        row = int((~is_distribution).nonzero()[0])
+        raise ValueError(
+            f"{name}[{row}] is not a distribution: it sums to {float(sums_N[row]):.6g}, its smallest entry is "
+            f"{float(probs_NV[row].min()):.6g}; pass probabilities (token_probs), not logits"
+        )
+    return sums_N
+
+
+def _at_tokens(probs_LV: Tensor, tokens: Sequence[int], token_ids_of_columns: Tensor | None) -> Tensor:
+    """Probability of each row's own token, float64 [L]; 0 where a reduced vocabulary has no column for it."""
+    num_tokens = probs_LV.shape[-1]
+    tokens_L1 = torch.tensor(tokens, dtype=torch.long, device=probs_LV.device).unsqueeze(-1)
+    if token_ids_of_columns is not None:
+        is_own_LV = token_ids_of_columns.to(probs_LV.device) == tokens_L1
+        return torch.where(is_own_LV, probs_LV, 0).sum(dim=-1, dtype=torch.float64)
+    if min(tokens) < 0 or max(tokens) >= num_tokens:
+        raise ValueError(f"draft_tokens_L has an id outside the vocabulary 0..{num_tokens - 1}: {list(tokens)}")
+    return probs_LV.gather(-1, tokens_L1).squeeze(-1).to(torch.float64)

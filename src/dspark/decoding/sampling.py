@@ -1,0 +1,84 @@
+"""Drawing token ids from distributions, with the randomness given."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def sample_rows(probs_RV: Tensor, uniforms_R: Tensor) -> Tensor:
+    """One token for each row by inverse CDF: the first id i with p_0 + ... + p_i > u * (p_0 + ... + p_{V-1}).
+
+    Sums are in float64, so rows need not sum to exactly 1, and an id of probability 0 is never returned.
+
+    Args:
+        probs_RV: [R, V], not negative, each row with some mass.
+        uniforms_R: [R], in [0, 1).
+
+    Returns:
+        int64 [R], on the device of ``probs_RV``.
+
+    Raises:
+        ValueError: wrong shapes, a uniform outside [0, 1), or a row without positive finite mass.
+    """
+    if probs_RV.dim() != 2 or uniforms_R.shape != probs_RV.shape[:1]:
+        raise ValueError(
+            f"probs_RV has shape {tuple(probs_RV.shape)} and uniforms_R {tuple(uniforms_R.shape)}; give [R, V] and [R]"
+        )
+    uniforms_R1 = uniforms_R.to(probs_RV.device, torch.float64).unsqueeze(-1)
+    if not bool(((uniforms_R1 >= 0) & (uniforms_R1 < 1)).all()):
+        raise ValueError("uniforms_R has a number outside [0, 1)")
+    cumulative_RV = probs_RV.cumsum(dim=-1, dtype=torch.float64)
+    total_R1 = cumulative_RV[:, -1:].contiguous()
+    if not bool((total_R1.isfinite() & (total_R1 > 0)).all()):
+        raise ValueError("probs_RV has a row without positive finite mass (all zero, or NaN)")
+    token_R1 = torch.searchsorted(cumulative_RV, uniforms_R1 * total_R1, right=True)
+    token_R1 = token_R1.clamp(max=probs_RV.shape[-1] - 1)
+    for row in (probs_RV.gather(-1, token_R1) <= 0).squeeze(-1).nonzero().squeeze(-1).tolist():
+        token_R1[row] = _nearest_possible(probs_RV[row], int(token_R1[row]))
+    return token_R1.squeeze(-1)
+
+
+def _nearest_possible(probs_V: Tensor, token: int) -> int:
+    """The last id up to ``token`` with mass, or the first: for devices whose cumulative sum rounds out of order."""
+    possible = (probs_V > 0).nonzero().squeeze(-1)
+    before = possible[possible <= token]
+    return int(before[-1] if len(before) > 0 else possible[0])
+
+
+def sample_from(probs_V: Tensor, uniform: float) -> int:
+    """One token from one distribution [V] with one uniform number in [0, 1); see ``sample_rows``."""
+    return int(sample_rows(probs_V.unsqueeze(0), torch.tensor([uniform], dtype=torch.float64))[0])
+
+
+def coupled_sample_rows(probs_RV: Tensor, gumbel_RV: Tensor) -> Tensor:
+    """Gumbel-max for each row: argmax_i (log p_i + g_i), ties to the lowest id, never an id of probability 0.
+
+    With g standard Gumbel, P(i) = p_i exactly. Two distributions drawn with the same g agree with probability
+    sum_i 1 / sum_j max(p_j / p_i, q_j / q_i) >= (1 - TV) / (1 + TV).
+
+    Args:
+        probs_RV: [R, V], not negative, each row with some mass; need not be normalised.
+        gumbel_RV: [R, V], finite. For the columns of a reduced draft vocabulary take the noise of their target ids.
+
+    Returns:
+        int64 [R], columns, on the device of ``probs_RV``.
+
+    Raises:
+        ValueError: shapes differ, or a row without positive finite mass.
+    """
+    if probs_RV.dim() != 2 or gumbel_RV.shape != probs_RV.shape:
+        raise ValueError(
+            f"probs_RV has shape {tuple(probs_RV.shape)} and gumbel_RV {tuple(gumbel_RV.shape)}; both must be [R, V]"
+        )
+    scores_RV = probs_RV * gumbel_RV.to(probs_RV.device, torch.float64).exp()  # the same order as log p + g
+    token_R1 = scores_RV.argmax(dim=-1, keepdim=True)
+    best_R1 = scores_RV.gather(-1, token_R1)
+    if not bool((best_R1.isfinite() & (best_R1 > 0)).all()):
+        raise ValueError("probs_RV has a row without positive finite mass (all zero, or NaN)")
+    return token_R1.squeeze(-1)
+
+
+def coupled_sample(probs_V: Tensor, gumbel_V: Tensor) -> int:
+    """Gumbel-max sample of one distribution [V]; see ``coupled_sample_rows``."""
+    return int(coupled_sample_rows(probs_V.unsqueeze(0), gumbel_V.unsqueeze(0))[0])

@@ -1,0 +1,463 @@
+"""The DSpark drafter: parallel backbone, sequential head, confidence head (SPEC, sections 3.1 and 3.2.1 of the paper).
+
+Letters in names: N flat tokens, T concatenated taps, H hidden, R rows (requests), G draft tokens of a block, D draft
+vocabulary, B sequences, S positions, A anchors, I block inputs (G, or 1 + G), h heads, g key/value heads, d head
+size, r rank, L layers.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import NamedTuple, cast
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from dspark.drafters.backbone import DraftLayer, FusedWeights, block_attention, rms_norm
+from dspark.drafters.cache import BlockPlan, DrafterCache, position_range
+from dspark.drafters.confidence import ConfidenceHead
+from dspark.drafters.config import DSparkConfig
+from dspark.drafters.initialization import check_target, initial_tensor, vocabulary_maps
+from dspark.drafters.protocol import DraftBlock, DraftSampler, DraftTarget
+from dspark.drafters.sequential import HEADS, SequentialHead, corrected_logits, embed_previous
+from dspark.models.rope import RopeSettings, RopeTable, rotate
+from dspark.types import Segment
+
+
+class TrainingOutput(NamedTuple):
+    """Teacher-forced predictions of every block; see `DSparkDrafter.training_forward`."""
+
+    hidden_BAGH: Tensor
+    logits_BAGD: Tensor
+    confidence_logits_BAG: Tensor | None
+
+
+class DSparkDrafter(nn.Module):
+    """A drafter in the published form: the names of its ``state_dict`` are those of FORMATS.md, form A.
+
+    ``embed_tokens`` and ``lm_head`` are the target's and frozen; everything else is trained. With a reduced vocabulary
+    ``lm_head`` holds the target's rows of the draft tokens. Parameters start uninitialised: use `from_target` for a
+    new drafter and `dspark.drafters.checkpoint.load_drafter` for a stored one.
+    """
+
+    d2t: Tensor
+    t2d: Tensor
+
+    def __init__(self, config: DSparkConfig) -> None:
+        super().__init__()
+        self.config = config
+        hidden_size, eps = config.hidden_size, config.rms_norm_eps
+        with torch.device("meta"):
+            self.embed_tokens = nn.Embedding(config.vocab_size, hidden_size)
+            self.fc = nn.Linear(len(config.target_layer_ids) * hidden_size, hidden_size, bias=False)
+            self.hidden_norm = nn.RMSNorm(hidden_size, eps=eps)
+            self.layers = nn.ModuleList(DraftLayer(config) for _ in range(config.num_hidden_layers))
+            self.norm = nn.RMSNorm(hidden_size, eps=eps)
+            self.lm_head = nn.Linear(hidden_size, config.draft_vocab_size, bias=False)
+            if config.markov_rank > 0:
+                assert config.markov_head_type is not None
+                head_type = HEADS[config.markov_head_type]
+                self.markov_head = head_type(
+                    config.vocab_size, config.draft_vocab_size, config.markov_rank, hidden_size
+                )
+            if config.enable_confidence_head:
+                rank = config.markov_rank if config.confidence_head_with_markov else 0
+                self.confidence_head = ConfidenceHead(hidden_size, rank)
+            if config.has_reduced_vocabulary:
+                self.register_buffer("d2t", torch.empty(config.draft_vocab_size, dtype=torch.int64))
+                self.register_buffer("t2d", torch.empty(config.vocab_size, dtype=torch.bool))
+        self.embed_tokens.requires_grad_(False)
+        self.lm_head.requires_grad_(False)
+        self._fused: FusedWeights | None = None
+        self._rope_tables: dict[tuple[torch.dtype, torch.device], RopeTable] = {}
+
+    @classmethod
+    def from_target(
+        cls,
+        config: DSparkConfig,
+        target: DraftTarget,
+        draft_token_ids: Sequence[int] | Tensor | None = None,
+        *,
+        dtype: torch.dtype = torch.float32,
+        generator: torch.Generator | None = None,
+    ) -> DSparkDrafter:
+        """A new drafter to be trained for `target`.
+
+        Embedding and LM head are the target's (shared where the dtype agrees). Matrices start normal with standard
+        deviation `config.initializer_range`, norms at one, biases and the sequential head's W2 at zero, so that the
+        first corrected logits are the base logits.
+
+        Args:
+            config: Sizes of the drafter; they must agree with the target's.
+            target: The frozen model.
+            draft_token_ids: Target ids of the draft vocabulary, in any order; needed exactly when it is reduced.
+            dtype: Type of the parameters.
+            generator: Source of the random start.
+
+        Raises:
+            ValueError: naming the field in which drafter and target, or the draft vocabulary, disagree.
+        """
+        check_target(config, target)
+        embedding_VH = target.embedding_weight_VH.detach().to(dtype)
+        head_VH = target.lm_head_weight_VH.detach()
+        device = embedding_VH.device
+        drafter = cls(config)
+        tensors: dict[str, Tensor] = {"embed_tokens.weight": embedding_VH}
+        if config.has_reduced_vocabulary:
+            if draft_token_ids is None:
+                raise ValueError("draft_token_ids is missing although draft_vocab_size is smaller than vocab_size")
+            ids_D = torch.as_tensor(draft_token_ids, dtype=torch.int64, device=device).sort().values
+            tensors["d2t"], tensors["t2d"] = vocabulary_maps(config, ids_D)
+            tensors["lm_head.weight"] = head_VH[ids_D].to(dtype)
+        else:
+            if draft_token_ids is not None:
+                raise ValueError(
+                    "draft_token_ids given although draft_vocab_size equals vocab_size; lower draft_vocab_size"
+                )
+            tensors["lm_head.weight"] = head_VH.to(dtype)
+        for name, parameter in drafter.named_parameters():
+            if name not in tensors:
+                tensors[name] = initial_tensor(name, parameter, config, dtype, device, generator)
+        drafter.load_state_dict(tensors, assign=True)
+        return drafter
+
+    @property
+    def block_size(self) -> int:
+        """Draft tokens of one round, gamma."""
+        return self.config.block_size
+
+    @property
+    def tap_layers(self) -> tuple[int, ...]:
+        """Target layers whose outputs are the context features, in the order of concatenation."""
+        return self.config.target_layer_ids
+
+    @property
+    def draft_vocab_size(self) -> int:
+        """Columns D of the draft distribution."""
+        return self.config.draft_vocab_size
+
+    @property
+    def draft_token_ids_D(self) -> Tensor | None:
+        """Target id of every draft column; None where the draft vocabulary is the target's."""
+        if not self.config.has_reduced_vocabulary:
+            return None
+        return self.d2t + torch.arange(len(self.d2t), device=self.d2t.device)
+
+    @property
+    def device(self) -> torch.device:
+        """Where the parameters are."""
+        return self.fc.weight.device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Type of the parameters."""
+        return self.fc.weight.dtype
+
+    # ---- decoding ----------------------------------------------------------------------------------------------------
+
+    def new_cache(self, num_slots: int, max_length: int) -> DrafterCache:
+        """Allocate context keys and values for `num_slots` requests of up to `max_length` tokens."""
+        config = self.config
+        return DrafterCache(
+            num_layers=config.num_hidden_layers,
+            num_slots=num_slots,
+            num_kv_heads=config.num_key_value_heads,
+            head_dim=config.head_dim,
+            max_length=max_length,
+            scratch=config.num_block_inputs,
+            device=self.device,
+            dtype=self.dtype,
+        )
+
+    @torch.no_grad()
+    def extend(self, cache: DrafterCache, segments: Sequence[Segment], taps_NT: Tensor) -> None:
+        """Compute and store the context keys and values of newly committed tokens, in every draft layer (SPEC eq. 2-3).
+
+        Args:
+            cache: The cache to extend.
+            segments: For each slot at most one run of tokens, starting at the slot's length.
+            taps_NT: The target's features of these tokens, flat.
+
+        Raises:
+            ValueError: if a segment does not continue its slot or does not fit, or if the feature count is wrong.
+        """
+        total = sum(segment.length for segment in segments)
+        width = self.fc.in_features
+        if taps_NT.shape != (total, width):
+            raise ValueError(
+                f"taps have shape {tuple(taps_NT.shape)}; the segments and tap_layers need ({total}, {width})"
+            )
+        if len({segment.slot for segment in segments}) != len(segments):
+            raise ValueError("a slot appears in two segments; pass each slot's tokens as one segment")
+        for segment in segments:
+            cache.check_segment(segment.slot, segment.start, segment.end)
+        if total == 0:
+            return
+
+        config, fused = self.config, self._fused_weights()
+        context_NH = self._context(taps_NT)
+        kv_LNO = torch.matmul(
+            context_NH, fused.qkv_LOH[:, config.num_attention_heads * config.head_dim :].transpose(1, 2)
+        )
+        keys, values = kv_LNO.view(*kv_LNO.shape[:2], 2, config.num_key_value_heads, config.head_dim).unbind(2)
+        norms_L11d = fused.head_norms_L2d[:, 1, None, None]
+        keys = F.rms_norm(keys, (config.head_dim,), None, config.rms_norm_eps) * norms_L11d
+
+        table, last = self._rope_table(keys), max(segment.end for segment in segments)
+        if len(segments) == 1:
+            slot, start, end = segments[0].slot, segments[0].start, segments[0].end
+            keys = rotate(keys, *table.lookup(position_range(start, end, self.device), last))
+            cache.keys[:, slot, :, start:end] = keys.transpose(1, 2)
+            cache.values[:, slot, :, start:end] = values.transpose(1, 2)
+        else:
+            positions_N = torch.cat([position_range(segment.start, segment.end, self.device) for segment in segments])
+            slots_N = torch.tensor([s.slot for s in segments for _ in range(s.length)], device=self.device)
+            keys = rotate(keys, *table.lookup(positions_N, last))
+            cache.keys[:, slots_N, :, positions_N] = keys.transpose(0, 1)
+            cache.values[:, slots_N, :, positions_N] = values.transpose(0, 1)
+        for segment in segments:
+            cache.lengths[segment.slot] = segment.end
+
+    @torch.no_grad()
+    def propose(
+        self,
+        cache: DrafterCache,
+        slots: Sequence[int],
+        anchors_R: Tensor,
+        sample: DraftSampler,
+        num_tokens: int | None = None,
+    ) -> DraftBlock:
+        """Draft the tokens after each row's anchor, which sits at the position that the slot's length names.
+
+        The backbone always sees a whole block: its slots attend to each other, so that fewer inputs would change what
+        is predicted. With `num_tokens` below the block size only the heads do less.
+
+        Args:
+            cache: Context of the slots; its scratch rows are overwritten, its lengths stay.
+            slots: One different slot per row.
+            anchors_R: The last token that the target produced, per row.
+            sample: Draws each token; temperature and the like are its business.
+            num_tokens: Draft tokens G wanted, 1 to the block size (the default).
+
+        Raises:
+            ValueError: for a wrong number of tokens, rows or slots.
+        """
+        count = self.block_size if num_tokens is None else num_tokens
+        if not 1 <= count <= self.block_size:
+            raise ValueError(f"num_tokens must be 1 to the block size {self.block_size}, got {count}")
+        if len(slots) != len(anchors_R) or len(set(slots)) != len(slots) or not slots:
+            raise ValueError(
+                f"one different slot per anchor is needed, got {len(slots)} slots for {len(anchors_R)} anchors"
+            )
+        hidden_RGH = self._draft_hidden(cache, slots, anchors_R)[:, :count]
+        base_RGD = F.linear(hidden_RGH, self.lm_head.weight).float()
+        draft_ids_D = self.draft_token_ids_D
+        head = self._head
+        known = torch.empty(len(slots), count + 1, dtype=torch.int64, device=self.device)  # x_0 .. x_G
+        known[:, 0] = anchors_R
+        state: Tensor | None = None
+        distributions = []
+        for k in range(count):
+            logits_RD = base_RGD[:, k]
+            if head is not None:
+                embedding_Rr = embed_previous(head, known[:, k])
+                features_Rr, state = head.step_features(embedding_Rr, hidden_RGH[:, k], state)
+                logits_RD = corrected_logits(head, logits_RD, features_Rr)
+            columns_R, probs_RD = sample(k, logits_RD, known[:, 1 : k + 1])
+            known[:, k + 1] = columns_R if draft_ids_D is None else draft_ids_D[columns_R]
+            distributions.append(probs_RD)
+        return DraftBlock(
+            tokens_RG=known[:, 1:],
+            probs_RGD=torch.stack(distributions, dim=1),
+            confidence_logits_RG=self._confidence(hidden_RGH, known[:, :count]),
+        )
+
+    def _draft_hidden(self, cache: DrafterCache, slots: Sequence[int], anchors_R: Tensor) -> Tensor:
+        """Backbone states ``[R, G, H]`` of the predicting slots, after the final norm."""
+        config, fused = self.config, self._fused_weights()
+        rows, inputs = len(slots), config.num_block_inputs
+        heads, kv_heads, head_dim = config.num_attention_heads, config.num_key_value_heads, config.head_dim
+        eps, hidden_size = config.rms_norm_eps, config.hidden_size
+        ids_RI = torch.full((rows, inputs), config.mask_token_id, dtype=torch.int64, device=self.device)
+        ids_RI[:, 0] = anchors_R
+        hidden = F.embedding(ids_RI.view(-1), self.embed_tokens.weight)
+        plan = BlockPlan(cache, slots, inputs, self.device)
+        cos, sin = self._rope_table(hidden).lookup(plan.positions_N, plan.end)
+        # Query and key heads stand side by side, so that one norm and one rotation serve both.
+        norms_Lhd = torch.cat(
+            (
+                fused.head_norms_L2d[:, :1].expand(-1, heads, -1),
+                fused.head_norms_L2d[:, 1:].expand(-1, kv_heads, -1),
+            ),
+            dim=1,
+        )
+        num_rotated = (heads + kv_heads) * head_dim
+        for index, layer in enumerate(self._draft_layers):
+            normed = rms_norm(hidden, layer.input_layernorm)
+            qkv_NO = F.linear(normed, fused.qkv_LOH[index])
+            qk_Nhd = qkv_NO[:, :num_rotated].view(-1, heads + kv_heads, head_dim)
+            qk_Nhd = rotate(F.rms_norm(qk_Nhd, (head_dim,), None, eps) * norms_Lhd[index], cos, sin)
+            values_RIgd = qkv_NO[:, num_rotated:].view(rows, inputs, kv_heads, head_dim)
+            keys_RIgd = qk_Nhd[:, heads:].view(rows, inputs, kv_heads, head_dim)
+            plan.write(cache.keys[index], keys_RIgd)
+            plan.write(cache.values[index], values_RIgd)
+            # Attention is not causal, so the query heads that share a key head are just more queries.
+            queries = qk_Nhd[:, :heads].view(rows, inputs, kv_heads, -1, head_dim).permute(0, 2, 3, 1, 4)
+            mixed = F.scaled_dot_product_attention(
+                queries.reshape(rows, kv_heads, -1, head_dim),
+                plan.read(cache.keys[index]),
+                plan.read(cache.values[index]),
+                attn_mask=plan.mask_R11K,
+            )
+            mixed = mixed.view(rows, kv_heads, -1, inputs, head_dim).permute(0, 3, 1, 2, 4).reshape(rows * inputs, -1)
+            hidden = hidden + F.linear(mixed, layer.self_attn.o_proj.weight)
+            normed = rms_norm(hidden, layer.post_attention_layernorm)
+            gate, up = F.linear(normed, fused.gate_up_LIH[index]).chunk(2, dim=-1)
+            hidden = hidden + F.linear(F.silu(gate) * up, layer.mlp.down_proj.weight)
+        predicting = hidden.view(rows, inputs, hidden_size)[:, inputs - self.block_size :]
+        return rms_norm(predicting, self.norm)
+
+    # ---- training ----------------------------------------------------------------------------------------------------
+
+    def training_forward(
+        self,
+        taps_BST: Tensor,
+        anchors_BA: Tensor,
+        block_tokens_BAG: Tensor,
+        *,
+        context_lengths_B: Tensor | None = None,
+        anchor_keep_BA: Tensor | None = None,
+    ) -> TrainingOutput:
+        """Teacher-forced predictions of all blocks, the numbers that `propose` computes for the same tokens.
+
+        A block sees the context strictly before its anchor and itself, never another block. Context projections are
+        computed once per sequence and shared by its anchors.
+
+        Args:
+            taps_BST: The target's features of every position; any finite numbers at padding positions.
+            anchors_BA: Position of each anchor token, 0 to S (S: only the block itself is beyond the features).
+            block_tokens_BAG: ``x_0 .. x_{G-1}``: the anchor token, then the true tokens after it, as target ids. Past
+                the labels any valid id will do: a slot sees only tokens before the one it predicts.
+            context_lengths_B: True length of each sequence; positions from there on are never attended.
+            anchor_keep_BA: False at padding anchors, whose outputs are finite but mean nothing.
+
+        Returns:
+            ``(hidden, logits, confidence_logits)``: backbone states, base logits plus sequential correction (draft
+            columns), and confidence logits (None without that head); slot k of a block predicts the (k+1)-th token
+            after its anchor.
+        """
+        hidden_BAGH = self.training_hidden(
+            taps_BST,
+            anchors_BA,
+            block_tokens_BAG[..., 0],
+            context_lengths_B=context_lengths_B,
+            anchor_keep_BA=anchor_keep_BA,
+        )
+        logits_BAGD, confidence_BAG = self.teacher_forced(hidden_BAGH, block_tokens_BAG)
+        return TrainingOutput(hidden_BAGH, logits_BAGD, confidence_BAG)
+
+    def training_hidden(
+        self,
+        taps_BST: Tensor,
+        anchors_BA: Tensor,
+        anchor_tokens_BA: Tensor,
+        *,
+        context_lengths_B: Tensor | None = None,
+        anchor_keep_BA: Tensor | None = None,
+    ) -> Tensor:
+        """Backbone states ``[B, A, G, H]`` of the predicting slots; arguments as in `training_forward`."""
+        config = self.config
+        batch, num_anchors = anchors_BA.shape
+        inputs = config.num_block_inputs
+        visible_BA = anchors_BA
+        if context_lengths_B is not None:
+            visible_BA = torch.minimum(visible_BA, context_lengths_B[:, None].to(visible_BA.device))
+        if anchor_keep_BA is not None:
+            visible_BA = visible_BA * anchor_keep_BA.to(visible_BA.dtype)
+        # Nothing after the last anchor is ever attended: do not compute it.
+        span = min(int(visible_BA.max()), taps_BST.shape[1]) if visible_BA.numel() else 0
+        device = taps_BST.device
+        context_BSH = self._context(taps_BST[:, :span])
+        # An additive mask keeps one small tensor for the backward pass instead of one as large as the scores.
+        hidden_from_BAS = position_range(0, span, device) >= visible_BA[..., None]
+        bias_B1A1S = torch.zeros((), device=device).masked_fill(hidden_from_BAS, -math.inf)[:, None, :, None]
+
+        ids_BAI = torch.full((batch, num_anchors, inputs), config.mask_token_id, dtype=torch.int64, device=device)
+        ids_BAI[..., 0] = anchor_tokens_BA
+        hidden = F.embedding(ids_BAI, self.embed_tokens.weight)
+        positions_BAI = anchors_BA[..., None] + position_range(0, inputs, device)
+        last = max(span, int(anchors_BA.max()) + inputs) if anchors_BA.numel() else span
+        table = self._rope_table(hidden)
+        context_rope = table.lookup(position_range(0, span, device), last)
+        block_rope = table.lookup(positions_BAI.reshape(-1), last)
+        block_rope = (
+            block_rope[0].view(batch, num_anchors, inputs, 1, -1),
+            block_rope[1].view(batch, num_anchors, inputs, 1, -1),
+        )
+        for layer in self._draft_layers:
+            normed = rms_norm(hidden, layer.input_layernorm)
+            hidden = hidden + block_attention(
+                config, layer.self_attn, context_BSH, context_rope, normed, block_rope, bias_B1A1S
+            )
+            normed = rms_norm(hidden, layer.post_attention_layernorm)
+            gate, up = F.linear(normed, layer.mlp.gate_proj.weight), F.linear(normed, layer.mlp.up_proj.weight)
+            hidden = hidden + F.linear(F.silu(gate) * up, layer.mlp.down_proj.weight)
+        return rms_norm(hidden[:, :, inputs - self.block_size :], self.norm)
+
+    def teacher_forced(self, hidden_XGH: Tensor, previous_XG: Tensor) -> tuple[Tensor, Tensor | None]:
+        """Heads over blocks whose previous tokens ``x_0 .. x_{G-1}`` are known, for any leading shape X.
+
+        The vanilla and gated heads look at one slot at a time, so for them G may be any selection of slots; the
+        recurrent head needs whole blocks from their first slot on.
+
+        Returns:
+            ``(logits, confidence_logits)``: ``[X, G, D]`` base logits plus sequential correction, and ``[X, G]`` or
+            None.
+        """
+        base_XGD = F.linear(hidden_XGH, self.lm_head.weight)
+        head = self._head
+        if head is None:
+            return base_XGD, self._confidence(hidden_XGH, previous_XG)
+        embedding_XGr = embed_previous(head, previous_XG)
+        features_XGr = head.block_features(embedding_XGr, hidden_XGH)
+        logits_ND = corrected_logits(head, base_XGD.flatten(0, -2), features_XGr.flatten(0, -2))
+        confidence_XG = self.confidence_head(hidden_XGH, embedding_XGr) if self.config.enable_confidence_head else None
+        return logits_ND.view_as(base_XGD), confidence_XG
+
+    # ---- shared ------------------------------------------------------------------------------------------------------
+
+    def _context(self, taps: Tensor) -> Tensor:
+        """``h_ctx = RMSNorm(W_fc [h^{t_1}; ...; h^{t_m}])`` (eq. 2)."""
+        if not torch.is_autocast_enabled(taps.device.type):
+            taps = taps.to(self.dtype)
+        projected = F.linear(taps, self.fc.weight)
+        return rms_norm(projected, self.hidden_norm)
+
+    def _confidence(self, hidden_XGH: Tensor, previous_XG: Tensor) -> Tensor | None:
+        if not self.config.enable_confidence_head:
+            return None
+        head = self._head
+        embedding = embed_previous(head, previous_XG) if head is not None and self.confidence_head.uses_markov else None
+        return cast(Tensor, self.confidence_head(hidden_XGH, embedding))
+
+    @property
+    def _head(self) -> SequentialHead | None:
+        return self.markov_head if self.config.markov_rank > 0 else None
+
+    @property
+    def _draft_layers(self) -> list[DraftLayer]:
+        return cast(list[DraftLayer], list(self.layers))
+
+    def _fused_weights(self) -> FusedWeights:
+        if self._fused is None or not self._fused.is_current():
+            self._fused = FusedWeights.build(self.layers)
+        return self._fused
+
+    def _rope_table(self, like: Tensor) -> RopeTable:
+        key = (like.dtype, like.device)
+        if key not in self._rope_tables:
+            settings = RopeSettings.default(self.config.head_dim, self.config.rope_theta)
+            self._rope_tables[key] = RopeTable(settings, *key)
+        return self._rope_tables[key]

@@ -1,0 +1,112 @@
+"""What the engine needs from any drafter, and what a drafter needs from its target."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from dspark.drafters.cache import DrafterCache
+from dspark.types import Segment
+
+DraftSampler = Callable[[int, Tensor, Tensor], tuple[Tensor, Tensor]]
+"""``sample(k, logits_RD, tokens_Rk) -> (columns_R, probs_RD)``: draws draft token k (0-based) of every row.
+
+``tokens_Rk`` are the target ids drafted so far in this block (without the anchor). ``columns_R`` are chosen columns of
+the draft vocabulary and ``probs_RD`` the full distribution that each was drawn from.
+"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class DraftBlock:
+    """The draft tokens of one round, G per row.
+
+    Attributes:
+        tokens_RG: Draft tokens as target ids.
+        probs_RGD: Distribution, over the D columns of the draft vocabulary, that each token was drawn from.
+        confidence_logits_RG: Logit of the probability that a token is accepted given that all before it are
+            (SPEC eq. 7); None where the drafter has no confidence head.
+    """
+
+    tokens_RG: Tensor
+    probs_RGD: Tensor
+    confidence_logits_RG: Tensor | None
+
+
+class Drafter(Protocol):
+    """A model that proposes a block of tokens after an anchor, from features of the target."""
+
+    @property
+    def block_size(self) -> int:
+        """Draft tokens proposed in one round, gamma."""
+        ...
+
+    @property
+    def tap_layers(self) -> tuple[int, ...]:
+        """Target layers whose outputs `extend` is fed with, concatenated in this order."""
+        ...
+
+    @property
+    def draft_vocab_size(self) -> int:
+        """Columns D of the draft distribution."""
+        ...
+
+    @property
+    def draft_token_ids_D(self) -> Tensor | None:
+        """Target id of every draft column; None where the draft vocabulary is the target's."""
+        ...
+
+    def new_cache(self, num_slots: int, max_length: int) -> DrafterCache:
+        """Allocate the context keys and values of `num_slots` requests of up to `max_length` tokens."""
+        ...
+
+    def extend(self, cache: DrafterCache, segments: Sequence[Segment], taps_NT: Tensor) -> None:
+        """Take in the target's features of newly committed tokens."""
+        ...
+
+    def propose(
+        self,
+        cache: DrafterCache,
+        slots: Sequence[int],
+        anchors_R: Tensor,
+        sample: DraftSampler,
+        num_tokens: int | None = None,
+    ) -> DraftBlock:
+        """Draft `num_tokens` (default: the block size) tokens after the anchor of every row."""
+        ...
+
+
+class TargetDimensions(Protocol):
+    """The sizes of a target that a drafter has to agree with."""
+
+    @property
+    def vocab_size(self) -> int: ...
+
+    @property
+    def hidden_size(self) -> int: ...
+
+    @property
+    def num_layers(self) -> int: ...
+
+
+class DraftTarget(Protocol):
+    """What a drafter shares with its target: sizes, embedding and LM head."""
+
+    @property
+    def config(self) -> TargetDimensions: ...
+
+    @property
+    def embedding_weight_VH(self) -> Tensor: ...
+
+    @property
+    def lm_head_weight_VH(self) -> Tensor: ...
+
+
+def greedy_sampler(position: int, logits_RD: Tensor, tokens_Rk: Tensor) -> tuple[Tensor, Tensor]:
+    """The `DraftSampler` of temperature 0: the argmax, as a one-hot distribution."""
+    columns_R = logits_RD.argmax(dim=-1)
+    probs_RD = torch.zeros_like(logits_RD).scatter_(1, columns_R[:, None], 1.0)
+    return columns_R, probs_RD

@@ -1,0 +1,1 @@
+"""Generation: one request with speculation, or many requests at once without."""

@@ -1,0 +1,215 @@
+"""Generation for one request: draft, verify, accept, commit, until something ends it."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+
+import torch
+from transformers import PreTrainedTokenizerBase
+
+from dspark.decoding import SamplingSettings
+from dspark.drafters.protocol import DraftBlock, Drafter
+from dspark.engine.result import GenerationResult, RoundEvent
+from dspark.engine.sampling import request_sampling
+from dspark.engine.text import IncrementalText
+from dspark.models.target import Target
+from dspark.types import Segment
+
+# Prompt tokens per forward pass: bounds the memory of activations and attention masks.
+_PREFILL_CHUNK = 1024
+
+
+def generate(
+    target: Target,
+    drafter: Drafter | None,
+    prompt_ids: Sequence[int],
+    settings: SamplingSettings,
+    *,
+    max_tokens: int,
+    stop_token_ids: frozenset[int] = frozenset(),
+    stop_strings: Sequence[str] = (),
+    tokenizer: PreTrainedTokenizerBase | None = None,
+    random: Callable[[], float] | None = None,
+) -> Iterator[RoundEvent]:
+    """Continue ``prompt_ids``, speculatively if there is a drafter; the output distribution is the target's either way.
+
+    Arguments are checked here; the work happens as the returned iterator is advanced. The last event carries the result.
+
+    Args:
+        max_tokens: generated tokens at most; the context's end may come first.
+        stop_token_ids: tokens that end the answer (kept in ``token_ids``).
+        stop_strings: texts that end the answer and are not shown; they need ``tokenizer``.
+        tokenizer: for text; without one the events carry token ids only.
+        random: uniforms in [0, 1) for sampling without a seed; operating-system entropy by default.
+
+    Raises:
+        ValueError: naming the argument, if the prompt is empty, holds ids outside the vocabulary or fills the context,
+            ``max_tokens`` is not positive, or stop strings come without a tokenizer.
+    """
+    context = target.config.max_position_embeddings
+    if len(prompt_ids) == 0:
+        raise ValueError("prompt is empty: give at least one token (or use the chat template)")
+    if len(prompt_ids) >= context:
+        raise ValueError(f"prompt has {len(prompt_ids)} tokens; the target's context holds {context} with the answer")
+    if not all(0 <= token < target.config.vocab_size for token in prompt_ids):
+        raise ValueError(f"prompt holds a token id outside the vocabulary 0..{target.config.vocab_size - 1}")
+    if max_tokens < 1:
+        raise ValueError(f"max_tokens is {max_tokens}; it must be at least 1")
+    if stop_strings and tokenizer is None:
+        raise ValueError("stop_strings need a tokenizer")
+    text = None if tokenizer is None else IncrementalText(tokenizer, stop_strings)
+    budget = min(max_tokens, context - len(prompt_ids))
+    run = _Generation(target, drafter, list(prompt_ids), settings, budget, stop_token_ids, text, random)
+    return run.events()
+
+
+class _Generation:
+    """State of one request between rounds."""
+
+    def __init__(
+        self,
+        target: Target,
+        drafter: Drafter | None,
+        prompt_ids: list[int],
+        settings: SamplingSettings,
+        max_tokens: int,
+        stop_token_ids: frozenset[int],
+        text: IncrementalText | None,
+        random: Callable[[], float] | None,
+    ) -> None:
+        self._target = target
+        self._drafter = drafter
+        self._tap_layers = drafter.tap_layers if drafter is not None else ()
+        self._prompt_ids = prompt_ids
+        self._max_tokens = max_tokens
+        self._stop_token_ids = stop_token_ids
+        self._text = text
+        self._sampling = request_sampling(settings, prompt_ids, drafter, random)
+        length = len(prompt_ids) + max_tokens
+        self._cache = target.new_cache(1, length)
+        self._drafter_cache = drafter.new_cache(1, length) if drafter is not None else None
+        self._generated: list[int] = []
+        self._finish_reason: str | None = None
+        self._rounds = self._drafted = self._verified = self._accepted = 0
+        block_size = drafter.block_size if drafter is not None else 0
+        self._accepted_per_position = [0] * block_size
+        self._reached_per_position = [0] * block_size
+        self._verified_per_position = [0] * block_size
+        self._seconds = {"draft": 0.0, "verify": 0.0}
+
+    def events(self) -> Iterator[RoundEvent]:
+        started = time.perf_counter()
+        logits_RV = self._prefill()
+        first = self._sampling.verify(logits_RV, None)
+        event = self._commit([first.next_token], accepted=0, drafted=0, verified=0)
+        prefill_seconds = time.perf_counter() - started
+        while self._finish_reason is None:
+            yield event
+            event = self._round()
+        held_back = self._text.finish() if self._text is not None else ""
+        result = self._result(time.perf_counter() - started, prefill_seconds)
+        yield replace(event, text=event.text + held_back, result=result)
+
+    def _prefill(self) -> torch.Tensor:
+        """Run the prompt; returns the logits ``[1, V]`` after its last token."""
+        for start in range(0, len(self._prompt_ids), _PREFILL_CHUNK):
+            hidden_NH = self._forward(self._prompt_ids[start : start + _PREFILL_CHUNK], start)
+        return self._target.logits(hidden_NH[-1:])
+
+    def _round(self) -> RoundEvent:
+        block = self._draft()
+        logits_RV, start = self._verify(block)
+        acceptance = self._sampling.verify(logits_RV, block)
+        verified = len(logits_RV) - 1
+        drafts = [] if block is None else block.tokens_RG[0, : acceptance.num_accepted].tolist()
+        committed = [*drafts, acceptance.next_token]
+        self._roll_back(start + 1 + acceptance.num_accepted)
+        self._rounds += 1
+        return self._commit(committed, accepted=acceptance.num_accepted, drafted=verified, verified=verified)
+
+    def _draft(self) -> DraftBlock | None:
+        # The target adds one token of its own, so the last one needs no draft.
+        if self._drafter is None or self._drafter_cache is None:
+            return None
+        room = min(self._drafter.block_size, self._max_tokens - len(self._generated) - 1)
+        if room == 0:
+            return None
+        started = time.perf_counter()
+        anchor_1 = torch.tensor([self._generated[-1]], device=self._target.device)
+        block = self._drafter.propose(self._drafter_cache, [0], anchor_1, self._sampling.draft, room)
+        self._seconds["draft"] += time.perf_counter() - started
+        return block
+
+    def _verify(self, block: DraftBlock | None) -> tuple[torch.Tensor, int]:
+        """Target logits after the anchor and after each draft token, and the anchor's position."""
+        started = time.perf_counter()
+        position = len(self._prompt_ids) + len(self._generated) - 1
+        drafts = [] if block is None else block.tokens_RG[0].tolist()
+        logits_RV = self._target.logits(self._forward([self._generated[-1], *drafts], position))
+        self._seconds["verify"] += time.perf_counter() - started
+        return logits_RV, position
+
+    def _forward(self, token_ids: list[int], start: int) -> torch.Tensor:
+        segment = Segment(0, start, len(token_ids))
+        tokens_N = torch.tensor(token_ids, device=self._target.device)
+        output = self._target.forward(tokens_N, [segment], self._cache, self._tap_layers)
+        if self._drafter is not None and self._drafter_cache is not None and output.taps_NT is not None:
+            self._drafter.extend(self._drafter_cache, [segment], output.taps_NT)
+        return output.hidden_NH
+
+    def _roll_back(self, length: int) -> None:
+        self._cache.truncate(0, length)
+        if self._drafter_cache is not None:
+            self._drafter_cache.truncate(0, length)
+
+    def _commit(self, token_ids: list[int], *, accepted: int, drafted: int, verified: int) -> RoundEvent:
+        """Append tokens up to the first that ends the answer; what lies after it is dropped uncounted."""
+        shown = []
+        kept = []
+        for token in token_ids:
+            kept.append(token)
+            self._generated.append(token)
+            if self._text is not None:
+                shown.append(self._text.push(token))
+            if token in self._stop_token_ids or (self._text is not None and self._text.stopped):
+                self._finish_reason = "stop"
+                break
+            if len(self._generated) == self._max_tokens:
+                self._finish_reason = "length"
+                break
+        self._sampling.commit(kept)
+        judged = verified if len(kept) == len(token_ids) else len(kept)
+        accepted = min(accepted, len(kept))
+        for position in range(judged):
+            self._verified_per_position[position] += 1
+            self._reached_per_position[position] += position <= accepted
+            self._accepted_per_position[position] += position < accepted
+        self._drafted += drafted
+        self._verified += verified
+        self._accepted += accepted
+        return RoundEvent(
+            token_ids=tuple(kept), text="".join(shown), accepted=accepted, drafted=drafted, verified=verified
+        )
+
+    def _result(self, seconds: float, prefill_seconds: float) -> GenerationResult:
+        assert self._finish_reason is not None
+        return GenerationResult(
+            text=self._text.text if self._text is not None else "",
+            token_ids=tuple(self._generated),
+            finish_reason=self._finish_reason,
+            prompt_tokens=len(self._prompt_ids),
+            rounds=self._rounds,
+            drafted=self._drafted,
+            verified=self._verified,
+            accepted=self._accepted,
+            accepted_length=(len(self._generated) - 1) / self._rounds if self._rounds else 0.0,
+            seconds=seconds,
+            prefill_seconds=prefill_seconds,
+            draft_seconds=self._seconds["draft"],
+            verify_seconds=self._seconds["verify"],
+            accepted_per_position=tuple(self._accepted_per_position),
+            reached_per_position=tuple(self._reached_per_position),
+            verified_per_position=tuple(self._verified_per_position),
+        )

@@ -1,0 +1,177 @@
+"""How one request draws its tokens: greedy, coupled to its seed, or by the p/q rule. One class a rule."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Protocol
+
+import numpy as np
+import torch
+
+from dspark.decoding import (
+    Acceptance,
+    SamplingSettings,
+    TokenHistory,
+    accept_coupled,
+    accept_greedy,
+    accept_speculative,
+    coupled_sample_rows,
+    gumbel_noise,
+    sample_rows,
+    token_probs,
+    warp_logits,
+)
+from dspark.drafters.protocol import DraftBlock, Drafter
+
+
+class RequestSampling(Protocol):
+    """Draws a request's draft tokens and decides which of them the target's logits confirm."""
+
+    def draft(self, index: int, logits_1D: torch.Tensor, tokens_1k: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Draw draft token ``index`` of the block (a :data:`~dspark.drafters.protocol.DraftSampler`)."""
+        ...
+
+    def verify(self, logits_RV: torch.Tensor, block: DraftBlock | None) -> Acceptance:
+        """Accept draft tokens left to right against ``L + 1`` rows of target logits; ``block`` None means L = 0."""
+        ...
+
+    def commit(self, token_ids: list[int]) -> None:
+        """Take note of the tokens that are now part of the output."""
+        ...
+
+
+def request_sampling(
+    settings: SamplingSettings,
+    prompt_ids: list[int],
+    drafter: Drafter | None,
+    random: Callable[[], float] | None = None,
+) -> RequestSampling:
+    """The rule that ``settings`` calls for: greedy at temperature 0, coupled with a seed, p/q otherwise.
+
+    Args:
+        random: uniforms in [0, 1) for the p/q rule; fresh operating-system entropy by default.
+    """
+    columns_D = None if drafter is None else drafter.draft_token_ids_D
+    state = _RequestState(settings, prompt_ids, columns_D)
+    if settings.is_greedy:
+        return GreedySampling(state)
+    if settings.seed is not None:
+        return CoupledSampling(state, settings.seed)
+    return SpeculativeSampling(state, random or np.random.default_rng().random)
+
+
+class _RequestState:
+    """Settings, token history and position of a request; the same for every rule."""
+
+    def __init__(self, settings: SamplingSettings, prompt_ids: list[int], columns_D: torch.Tensor | None) -> None:
+        self.settings = settings
+        self.columns_D = columns_D
+        self.next_position = len(prompt_ids)
+        self._history = TokenHistory(prompt_ids) if settings.needs_history else None
+
+    def target_histories(self, draft_tokens: list[int]) -> list[TokenHistory] | None:
+        return None if self._history is None else self._history.after_each(draft_tokens)
+
+    def draft_history(self, tokens_1k: torch.Tensor) -> TokenHistory | None:
+        if self._history is None:
+            return None
+        history = self._history.fork()
+        history.extend(tokens_1k[0].tolist())
+        return history
+
+    def commit(self, token_ids: list[int]) -> None:
+        self.next_position += len(token_ids)
+        if self._history is not None:
+            self._history.extend(token_ids)
+
+
+class GreedySampling:
+    """Temperature 0: argmax after bias and penalties, drafts accepted while equal."""
+
+    def __init__(self, state: _RequestState) -> None:
+        self._state = state
+        settings = state.settings
+        self._is_plain = not settings.needs_history and not settings.logit_bias
+
+    def draft(self, index: int, logits_1D: torch.Tensor, tokens_1k: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        if self._is_plain:
+            scores_1D = logits_1D
+        else:
+            history = self._state.draft_history(tokens_1k)
+            scores_1D = warp_logits(logits_1D, self._state.settings, history, self._state.columns_D)
+        chosen_1 = scores_1D.argmax(dim=-1)
+        return chosen_1, torch.zeros_like(logits_1D).scatter_(1, chosen_1[:, None], 1.0)
+
+    def verify(self, logits_RV: torch.Tensor, block: DraftBlock | None) -> Acceptance:
+        drafts = _draft_tokens(block)
+        if not self._is_plain:
+            logits_RV = warp_logits(logits_RV, self._state.settings, self._state.target_histories(drafts))
+        return accept_greedy(drafts, logits_RV.argmax(dim=-1))
+
+    def commit(self, token_ids: list[int]) -> None:
+        self._state.commit(token_ids)
+
+
+class CoupledSampling:
+    """Seeded coupling: the target's own sample at a position is a function of (prefix, seed); drafts share its noise."""
+
+    def __init__(self, state: _RequestState, seed: int) -> None:
+        self._state = state
+        self._seed = seed
+        # Noise of the coming positions: drafting and verifying read the same, and a rejected position comes again.
+        self._noise: dict[int, torch.Tensor] = {}
+
+    def draft(self, index: int, logits_1D: torch.Tensor, tokens_1k: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        state = self._state
+        probs_1D = token_probs(logits_1D, state.settings, state.draft_history(tokens_1k), state.columns_D)
+        columns_D = state.columns_D
+        size = logits_1D.shape[-1] if columns_D is None else int(columns_D.max()) + 1
+        gumbel_V = self._gumbel(state.next_position + index, size).to(logits_1D.device)
+        gumbel_D = gumbel_V[: logits_1D.shape[-1]] if columns_D is None else gumbel_V[columns_D]
+        return coupled_sample_rows(probs_1D, gumbel_D[None]), probs_1D
+
+    def verify(self, logits_RV: torch.Tensor, block: DraftBlock | None) -> Acceptance:
+        state, drafts = self._state, _draft_tokens(block)
+        probs_RV = token_probs(logits_RV, state.settings, state.target_histories(drafts))
+        rows, vocab_size = logits_RV.shape
+        noise = [self._gumbel(state.next_position + row, vocab_size)[:vocab_size] for row in range(rows)]
+        return accept_coupled(drafts, coupled_sample_rows(probs_RV, torch.stack(noise)))
+
+    def commit(self, token_ids: list[int]) -> None:
+        self._state.commit(token_ids)
+        for position in [p for p in self._noise if p < self._state.next_position]:
+            del self._noise[position]
+
+    def _gumbel(self, position: int, size: int) -> torch.Tensor:
+        noise_V = self._noise.get(position)
+        if noise_V is None or len(noise_V) < size:
+            noise_V = self._noise[position] = gumbel_noise(self._seed, position, size)
+        return noise_V
+
+
+class SpeculativeSampling:
+    """The p/q rule with fresh randomness."""
+
+    def __init__(self, state: _RequestState, random: Callable[[], float]) -> None:
+        self._state = state
+        self._random = random
+
+    def draft(self, index: int, logits_1D: torch.Tensor, tokens_1k: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        state = self._state
+        probs_1D = token_probs(logits_1D, state.settings, state.draft_history(tokens_1k), state.columns_D)
+        uniforms_1 = torch.tensor([self._random()], dtype=torch.float64)
+        return sample_rows(probs_1D, uniforms_1), probs_1D
+
+    def verify(self, logits_RV: torch.Tensor, block: DraftBlock | None) -> Acceptance:
+        state, drafts = self._state, _draft_tokens(block)
+        target_probs_RV = token_probs(logits_RV, state.settings, state.target_histories(drafts))
+        draft_probs_LD = target_probs_RV.new_empty(0, 0) if block is None else block.probs_RGD[0]
+        uniforms = [self._random() for _ in drafts]
+        return accept_speculative(drafts, target_probs_RV, draft_probs_LD, uniforms, self._random(), state.columns_D)
+
+    def commit(self, token_ids: list[int]) -> None:
+        self._state.commit(token_ids)
+
+
+def _draft_tokens(block: DraftBlock | None) -> list[int]:
+    return [] if block is None else [int(token) for token in block.tokens_RG[0].tolist()]

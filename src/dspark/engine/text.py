@@ -1,0 +1,83 @@
+"""Tokens to text as they come: never half a character, never the beginning of a stop string."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from transformers import PreTrainedTokenizerBase
+
+_REPLACEMENT = "�"
+
+
+class IncrementalText:
+    """Decodes one answer token by token and watches for stop strings.
+
+    Text is held back while its end is an unfinished character, or could still become a stop string.
+
+    Raises:
+        ValueError: if a stop string is empty.
+    """
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, stop_strings: Sequence[str] = ()) -> None:
+        if "" in stop_strings:
+            raise ValueError("stop: a stop string must not be empty")
+        self._tokenizer = tokenizer
+        self._stop_strings = tuple(stop_strings)
+        self._token_ids: list[int] = []
+        # Tokens before _window_start are final; those up to _decoded have been turned into text.
+        self._window_start = 0
+        self._decoded = 0
+        self._held = ""
+        self._shown: list[str] = []
+        self.stopped = False
+
+    @property
+    def text(self) -> str:
+        """Everything released so far."""
+        return "".join(self._shown)
+
+    def push(self, token_id: int) -> str:
+        """Take one token and return the text that is now safe to show; sets ``stopped`` when a stop string is complete."""
+        self._token_ids.append(token_id)
+        self._held += self._new_text(final=False)
+        stop_at = min((at for stop in self._stop_strings if (at := self._held.find(stop)) >= 0), default=-1)
+        if stop_at >= 0:
+            self.stopped = True
+            return self._release(stop_at)
+        return self._release(len(self._held) - self._possible_stop_length())
+
+    def finish(self) -> str:
+        """Release what was held back (nothing, if a stop string ended the answer)."""
+        if self.stopped:
+            return ""
+        self._held += self._new_text(final=True)
+        return self._release(len(self._held))
+
+    def _release(self, length: int) -> str:
+        shown, self._held = self._held[:length], "" if self.stopped else self._held[length:]
+        if shown:
+            self._shown.append(shown)
+        return shown
+
+    def _new_text(self, *, final: bool) -> str:
+        # A window that begins one chunk earlier keeps what a decoder does at the start of a text (dropping a space,
+        # say) out of the difference.
+        before = self._decode(self._token_ids[self._window_start : self._decoded])
+        now = self._decode(self._token_ids[self._window_start :])
+        if len(now) <= len(before) or (now.endswith(_REPLACEMENT) and not final):
+            return ""
+        self._window_start, self._decoded = self._decoded, len(self._token_ids)
+        return now[len(before) :]
+
+    def _decode(self, token_ids: list[int]) -> str:
+        text = self._tokenizer.decode(token_ids, skip_special_tokens=True)
+        assert isinstance(text, str)
+        return text
+
+    def _possible_stop_length(self) -> int:
+        """Length of the longest end of the held text with which a stop string begins."""
+        longest = max((len(stop) for stop in self._stop_strings), default=0)
+        for length in range(min(longest - 1, len(self._held)), 0, -1):
+            if any(stop.startswith(self._held[-length:]) for stop in self._stop_strings):
+                return length
+        return 0

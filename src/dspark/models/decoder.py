@@ -1,0 +1,275 @@
+"""The target decoder: Llama, Qwen2, Qwen3 and Gemma 3 over one forward pass on flattened tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch.nn import functional
+
+from dspark.models.attention import AttentionPlan, attend
+from dspark.models.config import DecoderConfig
+from dspark.models.kv_cache import KVCache
+from dspark.models.linear import FloatLinear, Int8Linear, Linear
+from dspark.models.rope import RopeTable, rotate
+from dspark.models.target import TargetOutput
+from dspark.types import Segment
+
+_ACTIVATIONS: Mapping[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "silu": functional.silu,
+    "gelu_tanh": lambda x: functional.gelu(x, approximate="tanh"),
+}
+COMPUTE_DTYPES = ("float32", "bfloat16", "int8")
+
+
+@dataclass(frozen=True, slots=True)
+class _Layer:
+    """Weights of one decoder layer; projections that read the same input are one matrix."""
+
+    attention_norm_H: torch.Tensor
+    qkv: Linear
+    qk_norm_hD: torch.Tensor | None
+    output: Linear
+    post_attention_norm_H: torch.Tensor | None
+    mlp_norm_H: torch.Tensor
+    gate_up: Linear
+    down: Linear
+    post_mlp_norm_H: torch.Tensor | None
+    is_sliding: bool
+
+
+class Decoder:
+    """A frozen decoder-only target with flattened, ragged batches (implements :class:`~dspark.models.target.Target`).
+
+    Args:
+        config: shape and variant.
+        weights: tensors by their Hugging Face names (``model.layers.0.self_attn.q_proj.weight`` and so on).
+        compute_dtype: ``float32``, ``bfloat16``, or ``int8`` (int8 products, float32 between them; CPU only).
+        device: where to keep and run it.
+
+    Raises:
+        ValueError: if a tensor is missing, left over, or has the wrong shape, or the compute type is unknown.
+    """
+
+    def __init__(
+        self,
+        config: DecoderConfig,
+        weights: Mapping[str, torch.Tensor],
+        *,
+        compute_dtype: str = "float32",
+        device: torch.device | str = "cpu",
+    ) -> None:
+        if compute_dtype not in COMPUTE_DTYPES:
+            raise ValueError(f"dtype {compute_dtype!r} is not one of {COMPUTE_DTYPES}")
+        self._config = config
+        self._device = torch.device(device)
+        self._quantised = compute_dtype == "int8"
+        if self._quantised and self._device.type != "cpu":
+            raise ValueError(f"dtype int8 runs on the CPU only, not on {device}; use bfloat16 there")
+        self._dtype = torch.bfloat16 if compute_dtype == "bfloat16" else torch.float32
+        self.compute_dtype = compute_dtype
+        reader = _WeightReader(weights, self._dtype, self._device)
+        c = config
+        self._embedding_VH = reader.take("model.embed_tokens.weight", (c.vocab_size, c.hidden_size))
+        self._layers = [self._read_layer(reader, index) for index in range(c.num_layers)]
+        self._final_norm_H = self._read_norm(reader, "model.norm.weight", c.hidden_size)
+        if c.tie_word_embeddings:
+            reader.drop("lm_head.weight")
+            self._lm_head_VH = self._embedding_VH
+        else:
+            self._lm_head_VH = reader.take("lm_head.weight", (c.vocab_size, c.hidden_size))
+        self._lm_head = self._linear(self._lm_head_VH, None)
+        reader.finish()
+        self._activation = _ACTIVATIONS[c.activation]
+        self._rope = RopeTable(c.rope, self._dtype, self._device)
+        self._sliding_rope = RopeTable(c.sliding_rope, self._dtype, self._device) if c.sliding_rope else self._rope
+
+    @property
+    def config(self) -> DecoderConfig:
+        return self._config
+
+    @property
+    def device(self) -> torch.device:
+        return self._device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self._dtype
+
+    @property
+    def embedding_weight_VH(self) -> torch.Tensor:
+        return self._embedding_VH
+
+    @property
+    def lm_head_weight_VH(self) -> torch.Tensor:
+        return self._lm_head_VH
+
+    def new_cache(self, num_slots: int, max_length: int) -> KVCache:
+        """Allocate key/value memory for ``num_slots`` requests of up to ``max_length`` tokens each."""
+        return KVCache(
+            num_layers=self._config.num_layers,
+            num_slots=num_slots,
+            num_kv_heads=self._config.num_kv_heads,
+            max_length=max_length,
+            head_dim=self._config.head_dim,
+            dtype=self._dtype,
+            device=self._device,
+        )
+
+    def embed(self, token_ids: torch.Tensor) -> torch.Tensor:
+        """Input embeddings ``[..., H]`` as the first layer reads them."""
+        embedded = functional.embedding(token_ids, self._embedding_VH)
+        if self._config.embedding_scale != 1.0:
+            # Gemma rounds the factor to the weights' type before multiplying.
+            embedded = embedded * torch.tensor(self._config.embedding_scale, dtype=self._dtype, device=self._device)
+        return embedded
+
+    @torch.inference_mode()
+    def logits(self, hidden_MH: torch.Tensor) -> torch.Tensor:
+        """LM head on the given rows: ``[M, V]`` float32."""
+        logits_MV = self._lm_head(hidden_MH).float()
+        cap = self._config.final_softcap
+        return logits_MV if cap is None else cap * torch.tanh(logits_MV / cap)
+
+    @torch.inference_mode()
+    def forward(
+        self, token_ids_N: torch.Tensor, segments: Sequence[Segment], cache: KVCache, tap_layers: Sequence[int] = ()
+    ) -> TargetOutput:
+        """One pass over the tokens of all segments, in the order of ``segments``.
+
+        Keys and values are written at each segment's positions; a segment attends to its slot's positions before it
+        and causally to itself.
+
+        Raises:
+            ValueError: if the segments do not add up to ``N`` tokens, do not continue their slots or do not fit.
+        """
+        segments = list(segments)
+        if sum(segment.length for segment in segments) != len(token_ids_N):
+            raise ValueError(f"segments hold {sum(s.length for s in segments)} tokens, token_ids {len(token_ids_N)}")
+        cache.reserve(segments)
+        c = self._config
+        plan = AttentionPlan(segments, self._device, self._dtype, c.sliding_window, c.num_heads // c.num_kv_heads)
+        rope = self._rope.lookup(plan.positions_N, plan.max_position)
+        sliding_rope = rope
+        if self._sliding_rope is not self._rope:
+            sliding_rope = self._sliding_rope.lookup(plan.positions_N, plan.max_position)
+
+        x_NH = self.embed(token_ids_N)
+        taps: dict[int, torch.Tensor] = {}
+        for index, layer in enumerate(self._layers):
+            layer_rope = sliding_rope if layer.is_sliding else rope
+            attended_NH = self._attention(layer, index, x_NH, layer_rope, plan, cache)
+            if layer.post_attention_norm_H is not None:
+                attended_NH = self._norm(attended_NH, layer.post_attention_norm_H)
+            x_NH = x_NH + attended_NH
+            gate_NM, up_NM = layer.gate_up(self._norm(x_NH, layer.mlp_norm_H)).chunk(2, dim=-1)
+            mlp_NH = layer.down(self._activation(gate_NM) * up_NM)
+            if layer.post_mlp_norm_H is not None:
+                mlp_NH = self._norm(mlp_NH, layer.post_mlp_norm_H)
+            x_NH = x_NH + mlp_NH
+            if index in tap_layers:
+                taps[index] = x_NH
+        if missing := [layer for layer in tap_layers if layer not in taps]:
+            raise ValueError(f"tap layers {missing} do not exist: the target has {c.num_layers} layers")
+        return TargetOutput(
+            hidden_NH=self._norm(x_NH, self._final_norm_H),
+            taps_NT=torch.cat([taps[layer] for layer in tap_layers], dim=-1) if tap_layers else None,
+        )
+
+    def _attention(
+        self,
+        layer: _Layer,
+        index: int,
+        x_NH: torch.Tensor,
+        rope: tuple[torch.Tensor, torch.Tensor],
+        plan: AttentionPlan,
+        cache: KVCache,
+    ) -> torch.Tensor:
+        c = self._config
+        qkv_NhD = layer.qkv(self._norm(x_NH, layer.attention_norm_H)).unflatten(-1, (-1, c.head_dim))
+        qk_NhD, v_NhD = qkv_NhD.split([c.num_heads + c.num_kv_heads, c.num_kv_heads], dim=1)
+        if layer.qk_norm_hD is not None:
+            qk_NhD = functional.rms_norm(qk_NhD, (c.head_dim,), None, c.norm_eps) * layer.qk_norm_hD
+        q_NhD, k_NhD = rotate(qk_NhD, *rope).split([c.num_heads, c.num_kv_heads], dim=1)
+        attended_NhD = attend(
+            q_NhD, k_NhD, v_NhD, cache.keys[index], cache.values[index], plan, scale=c.query_scale, sliding=layer.is_sliding
+        )
+        return layer.output(attended_NhD.flatten(1))
+
+    def _norm(self, x_NH: torch.Tensor, weight_H: torch.Tensor) -> torch.Tensor:
+        return functional.rms_norm(x_NH, (x_NH.shape[-1],), weight_H, self._config.norm_eps)
+
+    def _linear(self, weight_OI: torch.Tensor, bias_O: torch.Tensor | None) -> Linear:
+        return Int8Linear(weight_OI, bias_O) if self._quantised else FloatLinear(weight_OI, bias_O)
+
+    def _read_norm(self, reader: _WeightReader, name: str, size: int) -> torch.Tensor:
+        weight = reader.take(name, (size,))
+        return weight + 1.0 if self._config.norm_adds_one else weight
+
+    def _read_layer(self, reader: _WeightReader, index: int) -> _Layer:
+        c = self._config
+        prefix = f"model.layers.{index}"
+        q_size, kv_size = c.num_heads * c.head_dim, c.num_kv_heads * c.head_dim
+
+        def projection(names: tuple[str, ...], outs: tuple[int, ...], size_in: int, bias: bool) -> Linear:
+            full = [f"{prefix}.{name}" for name in names]
+            weight = torch.cat([reader.take(f"{n}.weight", (o, size_in)) for n, o in zip(full, outs, strict=True)])
+            if not bias:
+                return self._linear(weight, None)
+            return self._linear(
+                weight, torch.cat([reader.take(f"{n}.bias", (o,)) for n, o in zip(full, outs, strict=True)])
+            )
+
+        def norm(name: str, size: int = c.hidden_size) -> torch.Tensor:
+            return self._read_norm(reader, f"{prefix}.{name}.weight", size)
+
+        qk_norm_hD = None
+        if c.qk_norm:
+            q_norm_D, k_norm_D = (norm(f"self_attn.{n}_norm", c.head_dim) for n in ("q", "k"))
+            qk_norm_hD = torch.cat([q_norm_D.expand(c.num_heads, -1), k_norm_D.expand(c.num_kv_heads, -1)])
+        attention = tuple(f"self_attn.{n}_proj" for n in "qkv")
+        return _Layer(
+            attention_norm_H=norm("input_layernorm"),
+            qkv=projection(attention, (q_size, kv_size, kv_size), c.hidden_size, c.qkv_bias),
+            qk_norm_hD=qk_norm_hD,
+            output=projection(("self_attn.o_proj",), (c.hidden_size,), q_size, c.output_bias),
+            # Llama names the norm before the MLP "post attention"; Gemma has one in each place.
+            post_attention_norm_H=norm("post_attention_layernorm") if c.sandwich_norms else None,
+            mlp_norm_H=norm("pre_feedforward_layernorm" if c.sandwich_norms else "post_attention_layernorm"),
+            gate_up=projection(
+                ("mlp.gate_proj", "mlp.up_proj"), (c.intermediate_size,) * 2, c.hidden_size, c.mlp_bias
+            ),
+            down=projection(("mlp.down_proj",), (c.hidden_size,), c.intermediate_size, c.mlp_bias),
+            post_mlp_norm_H=norm("post_feedforward_layernorm") if c.sandwich_norms else None,
+            is_sliding=bool(c.sliding_layers) and c.sliding_layers[index],
+        )
+
+
+class _WeightReader:
+    """Hands out checkpoint tensors once each, checked for shape, and names what is missing or left over."""
+
+    def __init__(self, weights: Mapping[str, torch.Tensor], dtype: torch.dtype, device: torch.device) -> None:
+        self._weights = weights
+        self._left = set(weights)
+        self._dtype = dtype
+        self._device = device
+
+    def take(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
+        if name not in self._weights:
+            raise ValueError(f"the checkpoint has no tensor {name}")
+        tensor = self._weights[name]
+        if tuple(tensor.shape) != shape:
+            raise ValueError(f"tensor {name} has shape {tuple(tensor.shape)}, the config asks for {shape}")
+        self._left.discard(name)
+        return tensor.to(device=self._device, dtype=self._dtype)
+
+    def drop(self, name: str) -> None:
+        self._left.discard(name)
+
+    def finish(self) -> None:
+        left = sorted(name for name in self._left if not name.endswith("rotary_emb.inv_freq"))
+        if left:
+            raise ValueError(
+                f"the checkpoint holds {len(left)} tensors that this model does not use, the first is {left[0]}"
+            )

@@ -1,0 +1,142 @@
+"""Find and load a target: the embedded one, a directory, a GGUF file, or a name on the Hugging Face hub."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from huggingface_hub import snapshot_download
+from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
+from safetensors import safe_open
+from transformers import AutoTokenizer, PreTrainedTokenizerBase
+
+from dspark.models.config import DecoderConfig
+from dspark.models.decoder import Decoder
+from dspark.models.embedded import NAME as EMBEDDED_NAME
+from dspark.models.embedded import embedded_target
+from dspark.models.gguf_file import read_gguf
+
+_CHECKPOINT_FILES = ["*.json", "*.safetensors", "*.jinja", "tokenizer.model"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoadedTarget:
+    """A target ready to run, with its tokenizer.
+
+    Attributes:
+        name: what to call it in output.
+        stop_token_ids: tokens that end an answer (``eos_token_id`` of the generation config, config and tokenizer).
+    """
+
+    model: Decoder
+    tokenizer: PreTrainedTokenizerBase
+    name: str
+    stop_token_ids: frozenset[int]
+
+
+def load_target(name_or_path: str = "embedded", *, dtype: str = "float32", device: str = "cpu") -> LoadedTarget:
+    """Load a target and its tokenizer.
+
+    Args:
+        name_or_path: ``embedded``, a checkpoint directory, a ``.gguf`` file, or a hub name.
+        dtype: ``float32``, ``bfloat16`` or ``int8``.
+        device: where to run it.
+
+    Raises:
+        ValueError: if the checkpoint cannot be used, naming the field or tensor.
+        OSError: if it cannot be found or fetched.
+    """
+    path = _resolve(name_or_path)
+    if path.is_file():
+        model = read_gguf(path)
+        raw, weights, tokenizer = model.config, model.weights, model.tokenizer
+        generation: dict[str, Any] = {}
+    else:
+        raw = _read_json(path / "config.json")
+        raw = _text_config(raw)
+        weights = _read_weights(path)
+        tokenizer = AutoTokenizer.from_pretrained(path)
+        generation = _read_json(path / "generation_config.json", required=False)
+    config = DecoderConfig.from_huggingface(raw)
+    decoder = Decoder(config, weights, compute_dtype=dtype, device=device)
+    return LoadedTarget(
+        model=decoder,
+        tokenizer=tokenizer,
+        name=EMBEDDED_NAME if name_or_path == "embedded" else name_or_path,
+        stop_token_ids=_stop_token_ids(raw, generation, tokenizer),
+    )
+
+
+def _resolve(name_or_path: str) -> Path:
+    if name_or_path == "embedded":
+        return embedded_target()
+    path = Path(name_or_path).expanduser()
+    if path.is_file():
+        if path.suffix != ".gguf":
+            raise ValueError(f"{path} is a file but not a .gguf; give the checkpoint's directory")
+        return path
+    if path.is_dir():
+        return path
+    if name_or_path.startswith((".", "/", "~")) or name_or_path.count("/") != 1 or name_or_path.endswith(".gguf"):
+        raise FileNotFoundError(f"no such target: {name_or_path} (embedded, a directory, a .gguf file, or owner/name)")
+    try:
+        return Path(snapshot_download(name_or_path, allow_patterns=_CHECKPOINT_FILES))
+    except (HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
+        raise OSError(f"could not fetch {name_or_path} from the Hugging Face hub: {error}") from error
+
+
+def _read_json(path: Path, *, required: bool = True) -> dict[str, Any]:
+    if not path.is_file():
+        if required:
+            raise FileNotFoundError(f"{path} is missing: not a Hugging Face checkpoint directory")
+        return {}
+    try:
+        content = json.loads(path.read_text())
+    except json.JSONDecodeError as error:
+        raise ValueError(f"{path} is not valid JSON: {error}") from error
+    if not isinstance(content, dict):
+        raise ValueError(f"{path} must hold a JSON object")
+    return content
+
+
+def _text_config(raw: dict[str, Any]) -> dict[str, Any]:
+    """The language model's part of a multimodal Gemma 3 config."""
+    if raw.get("model_type") == "gemma3" and "text_config" in raw:
+        return {**raw["text_config"], "model_type": "gemma3_text"}
+    return raw
+
+
+def _read_weights(directory: Path) -> dict[str, torch.Tensor]:
+    index = _read_json(directory / "model.safetensors.index.json", required=False)
+    names = sorted(set(index["weight_map"].values())) if index else ["model.safetensors"]
+    weights: dict[str, torch.Tensor] = {}
+    for name in names:
+        if not (directory / name).is_file():
+            raise FileNotFoundError(f"{directory / name} is missing (only safetensors checkpoints are read)")
+        with safe_open(directory / name, framework="pt") as file:
+            for key in file.keys():  # noqa: SIM118 - not a dict
+                if (ours := _language_model_name(key)) is not None:
+                    weights[ours] = file.get_tensor(key)
+    return weights
+
+
+def _language_model_name(key: str) -> str | None:
+    """Strip the nesting of multimodal checkpoints; None for their vision tensors."""
+    if key.startswith(("vision_tower.", "multi_modal_projector.", "model.vision_tower.", "model.multi_modal_projector.")):
+        return None
+    for prefix in ("model.language_model.", "language_model.model."):
+        if key.startswith(prefix):
+            return "model." + key.removeprefix(prefix)
+    return key.removeprefix("language_model.")
+
+
+def _stop_token_ids(
+    raw: dict[str, Any], generation: dict[str, Any], tokenizer: PreTrainedTokenizerBase
+) -> frozenset[int]:
+    ids: set[int] = set()
+    for value in (generation.get("eos_token_id"), raw.get("eos_token_id"), tokenizer.eos_token_id):
+        ids.update(value if isinstance(value, list) else [value] if value is not None else [])
+    return frozenset(ids)

@@ -1,0 +1,246 @@
+"""A training recipe: everything that decides what a run computes, read from YAML and checked before anything starts."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from difflib import get_close_matches
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import yaml
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from dspark.training.objective import ObjectiveSettings
+
+__all__ = [
+    "BatchRecipe",
+    "BigramRecipe",
+    "CheckpointRecipe",
+    "DrafterRecipe",
+    "HeldOutRecipe",
+    "LossRecipe",
+    "OptimiserRecipe",
+    "Recipe",
+    "StatesRecipe",
+    "load_recipe",
+]
+
+Positive = Annotated[int, Field(ge=1)]
+NonNegative = Annotated[int, Field(ge=0)]
+Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
+PositiveFloat = Annotated[float, Field(gt=0.0)]
+NonNegativeFloat = Annotated[float, Field(ge=0.0)]
+
+
+class _Section(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class DrafterRecipe(_Section):
+    """The drafter. Sizes that are not given are those of the target's own layers.
+
+    mask_token: token id, or the token's text, whose embedding stands for "not yet known"; one that text never holds.
+    tap_layers: target layers whose outputs are the context features; the final layer is not allowed.
+    draft_vocab_size: most frequent response tokens that can be drafted; null for the target's whole vocabulary.
+    initialise_from: directory of a drafter to go on from (same shape); null starts anew.
+    """
+
+    mask_token: int | str
+    tap_layers: tuple[NonNegative, ...] = Field(min_length=1)
+    num_layers: Positive = 2
+    block_size: Positive = 7
+    intermediate_size: Positive | None = None
+    num_heads: Positive | None = None
+    num_kv_heads: Positive | None = None
+    head_dim: Positive | None = None
+    draft_vocab_size: Positive | None = None
+    markov_head: Literal["vanilla", "gated", "rnn", "none"] = "vanilla"
+    markov_rank: Positive = 256
+    confidence_head: bool = True
+    confidence_head_with_markov: bool = True
+    sample_from_anchor: bool = True
+    initialise_from: Path | None = None
+
+
+class StatesRecipe(_Section):
+    """Teacher states. ``directory`` null keeps them in ``states/`` of the run; ``dtype`` is what the target computes in."""
+
+    directory: Path | None = None
+    dtype: Literal["float32", "bfloat16", "int8"] = "bfloat16"
+    max_length: Annotated[int, Field(ge=2)] = 1024
+    tokens_per_batch: Positive = 2048
+    shard_mib: Positive = 64
+
+
+class LossRecipe(_Section):
+    """Coefficients of the objective. ``confidence_reaches_backbone``: whether the confidence loss also trains the rest."""
+
+    cross_entropy: NonNegativeFloat = 0.1
+    total_variation: NonNegativeFloat = 0.9
+    confidence: NonNegativeFloat = 1.0
+    decay: PositiveFloat = 4.0
+    confidence_reaches_backbone: bool = False
+
+    def settings(self) -> ObjectiveSettings:
+        """The same numbers for the pure objective."""
+        return ObjectiveSettings(
+            cross_entropy=self.cross_entropy,
+            total_variation=self.total_variation,
+            confidence=self.confidence,
+            decay=self.decay,
+        )
+
+
+class BigramRecipe(_Section):
+    """Fit of the Markov head alone before training; 0 steps for none."""
+
+    steps: NonNegative = 600
+    draws_per_step: Positive = 2048
+    learning_rate: PositiveFloat = 0.02
+
+
+class OptimiserRecipe(_Section):
+    """Muon for matrices inside layers and ``fc`` (0 gives those to AdamW too), AdamW for the rest, Adam by row for W1."""
+
+    muon_learning_rate: NonNegativeFloat = 0.02
+    muon_momentum: Fraction = 0.95
+    learning_rate: PositiveFloat = 0.001
+    beta1: Fraction = 0.9
+    beta2: Fraction = 0.98
+    weight_decay: NonNegativeFloat = 0.0
+    gradient_clip: PositiveFloat | None = 1.0
+
+
+class BatchRecipe(_Section):
+    """A step: whole sequences until they give ``blocks_per_step`` blocks.
+
+    anchor_every_tokens: a visit to a sequence takes one anchor for that many response tokens; with the block size,
+        every response token is learnt about once per visit.
+    """
+
+    steps: Positive
+    blocks_per_step: Positive = 128
+    anchor_every_tokens: Positive = 7
+    warmup_steps: NonNegative = 50
+    final_learning_rate_fraction: Fraction = 0.05
+    autocast: bool = True
+
+    @model_validator(mode="after")
+    def _check(self) -> BatchRecipe:
+        if self.warmup_steps >= self.steps:
+            raise ValueError(f"warmup_steps ({self.warmup_steps}) must be smaller than steps ({self.steps})")
+        return self
+
+
+class HeldOutRecipe(_Section):
+    """Held-out sequences: chosen by a hash of the row's id, so they stay held out when the data set grows.
+
+    patience: stop after that many evaluations without a better accepted length at temperature 1; null never stops.
+    """
+
+    fraction: Annotated[float, Field(gt=0.0, lt=1.0)] = 0.02
+    blocks: Positive = 512
+    every_steps: Positive = 100
+    patience: Positive | None = None
+
+
+class CheckpointRecipe(_Section):
+    """A checkpoint every ``every_steps``; the last ``keep`` stay, and the best one by held-out accepted length."""
+
+    every_steps: Positive = 100
+    keep: Positive = 2
+
+
+class Recipe(_Section):
+    """A whole run. ``target`` is what ``--target`` takes; ``data`` a data directory; ``out`` the run's directory."""
+
+    target: str = "embedded"
+    data: Path
+    out: Path
+    seed: NonNegative = 0
+    device: str = "cpu"
+    drafter: DrafterRecipe
+    batch: BatchRecipe
+    states: StatesRecipe = StatesRecipe()
+    loss: LossRecipe = LossRecipe()
+    bigram: BigramRecipe = BigramRecipe()
+    optimiser: OptimiserRecipe = OptimiserRecipe()
+    held_out: HeldOutRecipe = HeldOutRecipe()
+    checkpoint: CheckpointRecipe = CheckpointRecipe()
+
+    @property
+    def states_directory(self) -> Path:
+        """Where the teacher states are."""
+        return self.states.directory or self.out / "states"
+
+
+def load_recipe(path: Path, overrides: Sequence[str] = ()) -> Recipe:
+    """Read a recipe and apply ``key=value`` overrides (``batch.steps=200``, values in YAML).
+
+    Raises:
+        ValueError: not YAML, an unknown key (with the nearest known one), a missing or an invalid value.
+        OSError: the file cannot be read.
+    """
+    try:
+        values = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except yaml.YAMLError as error:
+        raise ValueError(f"{path} is not valid YAML: {error}") from error
+    if not isinstance(values, dict):
+        raise ValueError(f"{path} must be a YAML mapping of settings, as recipes/smollm2-135m.yaml is")
+    for override in overrides:
+        _apply(values, override)
+    try:
+        return Recipe.model_validate(values)
+    except ValidationError as error:
+        raise ValueError(f"{path}: " + "; ".join(_messages(error))) from None
+
+
+def _apply(values: dict[str, Any], override: str) -> None:
+    key, separator, text = override.partition("=")
+    if not separator or not key.strip():
+        raise ValueError(f"override {override!r} is not of the form key=value, for example batch.steps=200")
+    *sections, name = key.strip().split(".")
+    place = values
+    for depth, section in enumerate(sections):
+        inner = place.setdefault(section, {})
+        if not isinstance(inner, dict):
+            raise ValueError(f"override {override!r}: {'.'.join(sections[: depth + 1])} is a value, not a section")
+        place = inner
+    try:
+        place[name] = yaml.safe_load(text)
+    except yaml.YAMLError as error:
+        raise ValueError(f"override {override!r}: the value is not valid YAML ({error})") from error
+
+
+def _messages(error: ValidationError) -> Iterable[str]:
+    for problem in error.errors(include_url=False):
+        location = [str(part) for part in problem["loc"]]
+        name = ".".join(location)
+        if problem["type"] == "extra_forbidden":
+            yield f"unknown key {name}; {_nearest(location)}"
+        elif problem["type"] == "missing":
+            yield f"{name} is missing"
+        else:
+            yield f"{name} is {problem['input']!r}: {problem['msg'].removeprefix('Value error, ')}"
+
+
+def _nearest(location: Sequence[str]) -> str:
+    """The known key most like the unknown one: in its own section first, then anywhere."""
+    known = _known_keys(Recipe)
+    section = ".".join(location[:-1])
+    prefix = section + "." if section else ""
+    siblings = {key.removeprefix(prefix): key for key in known if key.startswith(prefix)}
+    names = {key.rsplit(".", 1)[-1]: key for key in known}
+    for candidates in ({name: key for name, key in siblings.items() if "." not in name}, names):
+        if close := get_close_matches(location[-1], candidates, n=1, cutoff=0.6):
+            return f"did you mean {candidates[close[0]]}?"
+    return f"known keys are {', '.join(sorted(name for name in siblings if '.' not in name) or known)}"
+
+
+def _known_keys(model: type[BaseModel], prefix: str = "") -> list[str]:
+    keys = []
+    for name, field in model.model_fields.items():
+        keys.append(prefix + name)
+        if isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel):
+            keys += _known_keys(field.annotation, f"{prefix}{name}.")
+    return keys

@@ -1,0 +1,113 @@
+"""``dspark generate`` on a tiny random target and its drafter."""
+
+from __future__ import annotations
+
+import io
+import json
+import sys
+
+import pytest
+
+REQUIRED = {
+    "text",
+    "token_ids",
+    "finish_reason",
+    "rounds",
+    "drafted",
+    "verified",
+    "accepted",
+    "accepted_length",
+    "seconds",
+}
+
+
+@pytest.fixture
+def models(tiny_target, tiny_drafter):
+    return ["--target", tiny_target, "--drafter", tiny_drafter]
+
+
+def test_json_has_what_machines_need(dspark, models):
+    run = dspark("generate", "hello", "--max-tokens", 12, "--json", *models)
+    assert (run.code, run.err) == (0, "")
+    result = json.loads(run.out)
+    assert result.keys() >= REQUIRED
+    assert len(result["token_ids"]) == 12
+    assert result["finish_reason"] == "length"
+    assert result["drafted"] >= result["verified"] >= result["accepted"] >= 0
+    assert result["drafted"] > 0
+
+
+@pytest.mark.parametrize("sampling", [[], ["--temperature", 1, "--top-k", 40, "--seed", 3]])
+def test_no_speculation_gives_the_same_output(dspark, models, sampling):
+    arguments = ["generate", "hello", "--max-tokens", 16, "--json", *models, *sampling]
+    speculative, alone = json.loads(dspark(*arguments).out), json.loads(dspark(*arguments, "--no-speculation").out)
+    assert speculative["token_ids"] == alone["token_ids"]
+    assert speculative["text"] == alone["text"]
+    assert alone["drafted"] == alone["accepted"] == 0
+
+
+def test_drafter_none_is_no_speculation(dspark, tiny_target):
+    run = dspark("generate", "hello", "--max-tokens", 3, "--json", "--target", tiny_target, "--drafter", "none")
+    assert json.loads(run.out)["drafted"] == 0
+
+
+def test_streams_the_text_to_stdout_and_the_numbers_to_stderr(dspark, models):
+    text = json.loads(dspark("generate", "hello", "--max-tokens", 12, "--json", *models).out)["text"]
+    run = dspark("generate", "hello", "--max-tokens", 12, *models)
+    assert run.out == text + "\n"
+    assert run.err.startswith("[12 tokens in ")
+    assert "accepted length" in run.err
+    assert "accepted length" not in dspark("generate", "hello", "--max-tokens", 4, *models, "--no-speculation").err
+
+
+def test_prompt_from_standard_input(dspark, models, monkeypatch):
+    expected = json.loads(dspark("generate", "hello", "--max-tokens", 4, "--json", *models).out)
+    monkeypatch.setattr(sys, "stdin", io.StringIO("hello"))
+    run = dspark("generate", "-", "--max-tokens", 4, "--json", *models)
+    assert json.loads(run.out)["token_ids"] == expected["token_ids"]
+
+
+def test_prompts_file_gives_a_line_for_each_turn(dspark, models, prompts_file):
+    run = dspark("generate", "--prompts", prompts_file, "--max-tokens", 4, "--json", *models)
+    results = [json.loads(line) for line in run.out.splitlines()]
+    assert [(result["prompt"], result["turn"]) for result in results] == [(0, 0), (1, 0), (1, 1)]
+    # The last turn sees the first one and its answer: 2 x <u>, 2 x <a>, the words, and 4 answer tokens.
+    assert results[2]["prompt_tokens"] > results[1]["prompt_tokens"] + len("<u>then<a>")
+
+    run = dspark("generate", "--prompts", prompts_file, "--max-tokens", 4, *models)
+    assert run.err.startswith("[3 answers, 12 tokens in ")
+
+
+def test_system_and_raw_change_the_prompt(dspark, models):
+    def prompt_tokens(*arguments):
+        run = dspark("generate", "hello", "--max-tokens", 1, "--json", *models, *arguments)
+        return json.loads(run.out)["prompt_tokens"]
+
+    assert prompt_tokens() == len("<u>hello<a>")
+    assert prompt_tokens("--system", "be kind") == len("<s>be kind<u>hello<a>")
+    assert prompt_tokens("--raw") == len("hello")
+
+
+def test_stop_strings_end_the_answer_before_them(dspark, models):
+    text = json.loads(dspark("generate", "hello", "--max-tokens", 24, "--json", *models).out)["text"]
+    first, second = text[3:5], text[8:10]
+    run = dspark("generate", "hello", "--max-tokens", 24, "--json", *models, "--stop", second, "--stop", first)
+    result = json.loads(run.out)
+    assert result["finish_reason"] == "stop"
+    assert result["text"] == text[: min(text.index(first), text.index(second))]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [(["--max-tokens", 0], "max_tokens"), (["--temperature", -1], "temperature"), (["--min-p", 2], "min_p")],
+)
+def test_values_out_of_range_are_named(dspark, models, arguments, message):
+    run = dspark("generate", "hello", *models, *arguments)
+    assert run.code == 2
+    assert message in run.err
+
+
+def test_a_prompt_longer_than_the_context_is_an_error(dspark, models):
+    run = dspark("generate", "x" * 600, *models)
+    assert run.code == 2
+    assert "512" in run.err

@@ -1,0 +1,188 @@
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from dspark.decoding import (
+    Acceptance,
+    accept_coupled,
+    accept_greedy,
+    accept_speculative,
+    residual_probs,
+    sample_from,
+    sample_rows,
+)
+
+LAST_UNIFORM = 1 - 2**-53
+WEIGHT = st.sampled_from([0.0, 0.0, 1e-300, 1e-12, 1e-6, 0.1, 0.5, 1.0]) | st.floats(0, 1)
+UNIFORM = st.sampled_from([0.0, LAST_UNIFORM]) | st.floats(0, 1, exclude_max=True)
+
+
+@st.composite
+def distributions(draw: st.DrawFn, rows: int, columns: int, dtype: torch.dtype) -> Tensor:
+    weights = draw(st.lists(st.lists(WEIGHT, min_size=columns, max_size=columns), min_size=rows, max_size=rows))
+    weights_RV = torch.tensor(weights, dtype=torch.float64).reshape(rows, columns)
+    sums_R1 = weights_RV.sum(dim=-1, keepdim=True)
+    assume(bool((sums_R1 > 1e-9).all()))
+    return (weights_RV / sums_R1).to(dtype)
+
+
+@given(data=st.data())
+@settings(max_examples=300, deadline=None)
+def test_whatever_happens_is_possible_under_the_target(data: st.DataObject) -> None:
+    """Any p with zeros, any q with mass where p has none, any block length, any uniforms, both dtypes."""
+    dtype = data.draw(st.sampled_from([torch.float32, torch.float64]))
+    vocab_size = data.draw(st.integers(1, 5))
+    length = data.draw(st.integers(0, 4))
+    token_ids = data.draw(st.none() | st.lists(st.integers(0, vocab_size - 1), min_size=1, unique=True))
+    target_probs_RV = data.draw(distributions(length + 1, vocab_size, dtype))
+    draft_probs_LD = data.draw(distributions(length, len(token_ids) if token_ids else vocab_size, dtype))
+    draft_token_ids_D = None if token_ids is None else torch.tensor(token_ids)
+    columns = [int(data.draw(st.sampled_from(row.nonzero().flatten().tolist()))) for row in draft_probs_LD]
+    tokens = [token_ids[column] if token_ids else column for column in columns]
+    uniforms = [data.draw(UNIFORM) for _ in range(length)]
+    final_uniform = data.draw(UNIFORM)
+    result = accept_speculative(tokens, target_probs_RV, draft_probs_LD, uniforms, final_uniform, draft_token_ids_D)
+    assert 0 <= result.num_accepted <= length
+    for k in range(result.num_accepted):
+        assert target_probs_RV[k, tokens[k]] > 0
+    assert target_probs_RV[result.num_accepted, result.next_token] > 0
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("final_uniform", [0.0, 0.3, LAST_UNIFORM])
+def test_no_draft_is_a_plain_sample_of_the_target(dtype: torch.dtype, final_uniform: float) -> None:
+    probs_1V = torch.tensor([[0.2, 0.0, 0.8]], dtype=dtype)
+    result = accept_speculative([], probs_1V, torch.empty(0, 3), [], final_uniform)
+    assert result == Acceptance(0, sample_from(probs_1V[0], final_uniform))
+    assert accept_greedy([], [4]) == accept_coupled([], torch.tensor([4])) == Acceptance(0, 4)
+
+
+@given(uniform=UNIFORM)
+@settings(max_examples=50, deadline=None)
+def test_equal_distributions_always_accept(uniform: float) -> None:
+    probs_RV = torch.rand(4, 6, generator=torch.Generator().manual_seed(1)).softmax(dim=-1)
+    tokens = sample_rows(probs_RV[:3], torch.tensor([0.1, 0.5, 0.9]))
+    assert accept_speculative(tokens, probs_RV, probs_RV[:3], [uniform] * 3, 0.5).num_accepted == 3
+
+
+def test_acceptance_boundary_is_strict() -> None:
+    target_probs_RV = torch.tensor([[0.25, 0.75], [0.5, 0.5]], dtype=torch.float64)
+    draft_probs_LD = torch.tensor([[0.5, 0.5]], dtype=torch.float64)
+    below = accept_speculative([0], target_probs_RV, draft_probs_LD, [math.nextafter(0.5, 0)], 0.0)
+    at = accept_speculative([0], target_probs_RV, draft_probs_LD, [0.5], 0.0)
+    assert (below.num_accepted, at.num_accepted) == (1, 0)
+
+
+def test_impossible_draft_is_rejected_even_at_uniform_zero() -> None:
+    target_probs_RV = torch.tensor([[0.0, 1.0], [0.5, 0.5]])
+    assert accept_speculative([0], target_probs_RV, torch.tensor([[1.0, 0.0]]), [0.0], 0.9) == Acceptance(0, 1)
+
+
+def test_one_hot_target_is_the_greedy_rule() -> None:
+    for draft in ([2, 1, 0], [2, 1, 1], [0, 1, 0]):
+        argmax = [2, 1, 0, 1]
+        target_probs_RV = torch.nn.functional.one_hot(torch.tensor(argmax), 3).float()
+        draft_probs_LD = torch.full((3, 3), 1 / 3)
+        for uniform in (0.0, 0.5, LAST_UNIFORM):
+            result = accept_speculative(draft, target_probs_RV, draft_probs_LD, [uniform] * 3, uniform)
+            assert result == accept_greedy(draft, argmax)
+
+
+def test_residual() -> None:
+    target_probs_V = torch.tensor([0.5, 0.3, 0.2, 0.0], dtype=torch.float64)
+    draft_probs_V = torch.tensor([0.1, 0.4, 0.1, 0.4], dtype=torch.float64)
+    assert residual_probs(target_probs_V, draft_probs_V).tolist() == pytest.approx([0.8, 0, 0.2, 0])
+    reduced = residual_probs(target_probs_V, torch.tensor([0.9, 0.1], dtype=torch.float64), torch.tensor([3, 1]))
+    assert reduced.tolist() == pytest.approx([0.5 / 0.9, 0.2 / 0.9, 0.2 / 0.9, 0])
+    one_hot = torch.tensor([0.0, 1.0, 0.0])
+    assert residual_probs(one_hot, torch.tensor([0.2, 0.5, 0.3])).tolist() == [0, 1, 0]
+
+
+def test_residual_that_rounding_leaves_empty_falls_back_to_the_target() -> None:
+    probs_V = torch.tensor([0.1, 0.0, 0.2, 0.7], dtype=torch.float64)
+    assert torch.equal(residual_probs(probs_V, probs_V), probs_V / probs_V.sum())
+    assert torch.equal(residual_probs(probs_V, probs_V * (1 - 1e-9)), probs_V / probs_V.sum())
+
+
+@given(data=st.data())
+@settings(max_examples=200, deadline=None)
+def test_rejection_between_distributions_that_differ_in_last_bits_only(data: st.DataObject) -> None:
+    """p and q one rounding apart and u next to 1: if it is a rejection at all, the token is one of the target's."""
+    probs_V = data.draw(distributions(1, 4, torch.float64))[0]
+    token = int(probs_V.argmax())
+    nudged_V = probs_V.clone()
+    nudged_V[token] = math.nextafter(float(probs_V[token]), 2)
+    for target, draft in ((probs_V, nudged_V), (nudged_V, probs_V)):
+        result = accept_speculative([token], target.repeat(2, 1), draft[None], [LAST_UNIFORM], data.draw(UNIFORM))
+        assert target[result.next_token] > 0
+
+
+def test_float32_sums_make_no_bias() -> None:
+    """Rows that sum to 1 only in float32 are compared after normalisation: scaled rows give the same outcome."""
+    target_probs_RV = torch.tensor([[0.4, 0.6], [0.3, 0.7]], dtype=torch.float64)
+    draft_probs_LD = torch.tensor([[0.8, 0.2]], dtype=torch.float64)
+    for uniform in (0.5 - 1e-9, 0.5 + 1e-9):
+        exact = accept_speculative([0], target_probs_RV, draft_probs_LD, [uniform], 0.5)
+        scaled = accept_speculative([0], target_probs_RV * 1.0002, draft_probs_LD * 0.9999, [uniform], 0.5)
+        assert exact == scaled
+
+
+@given(
+    drafts=st.lists(st.integers(0, 2), max_size=5),
+    targets=st.lists(st.integers(0, 2), min_size=6, max_size=6),
+)
+@settings(max_examples=200, deadline=None)
+def test_accepting_while_equal(drafts: list[int], targets: list[int]) -> None:
+    targets = targets[: len(drafts) + 1]
+    result = accept_greedy(drafts, targets)
+    assert result == accept_coupled(torch.tensor(drafts, dtype=torch.long), torch.tensor(targets))
+    assert [*drafts[: result.num_accepted], result.next_token] == targets[: result.num_accepted + 1]
+    assert result.num_accepted == len(drafts) or drafts[result.num_accepted] != result.next_token
+
+
+UNIFORM_2x3 = torch.full((2, 3), 1 / 3)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"target_probs_RV": UNIFORM_2x3[:1]}, "target_probs_RV has shape"),
+        ({"target_probs_RV": torch.zeros(2, 3)}, r"target_probs_RV\[0\] is not a distribution"),
+        ({"target_probs_RV": torch.tensor([[0.5, 0.5, 0], [math.nan, 0.5, 0.5]])}, r"target_probs_RV\[1\]"),
+        ({"target_probs_RV": torch.tensor([[1.5, -0.5, 0], [1, 0, 0]])}, "negative|smallest entry is -0.5"),
+        ({"target_probs_RV": torch.randn(2, 3) * 9}, "not logits"),
+        ({"draft_probs_LD": UNIFORM_2x3}, "draft_probs_LD has shape"),
+        ({"draft_probs_LD": UNIFORM_2x3[:1, :2]}, "draft_probs_LD has 2 columns, not 3"),
+        ({"draft_probs_LD": torch.tensor([[0.5, 0.5, math.inf]])}, r"draft_probs_LD\[0\]"),
+        ({"draft_probs_LD": torch.tensor([[0.0, 0.5, 0.5]])}, "probability 0"),
+        ({"draft_token_ids_D": torch.tensor([1, 2])}, "draft_probs_LD has 3 columns, not 2"),
+        ({"draft_probs_LD": torch.tensor([[0.5, 0.5]]), "draft_token_ids_D": torch.tensor([1, 2])}, "probability 0"),
+        ({"draft_tokens_L": [3]}, "outside the vocabulary"),
+        ({"draft_tokens_L": [-1]}, "outside the vocabulary"),
+        ({"accept_uniforms_L": []}, "accept_uniforms_L has 0 numbers"),
+        ({"accept_uniforms_L": [1.0]}, r"outside \[0, 1\)"),
+        ({"final_uniform": math.nan}, r"outside \[0, 1\)"),
+    ],
+)
+def test_broken_contracts(changes: dict[str, object], message: str) -> None:
+    arguments: dict[str, object] = {
+        "draft_tokens_L": [0],
+        "target_probs_RV": UNIFORM_2x3,
+        "draft_probs_LD": UNIFORM_2x3[:1],
+        "accept_uniforms_L": [0.5],
+        "final_uniform": 0.5,
+    }
+    with pytest.raises(ValueError, match=message):
+        accept_speculative(**(arguments | changes))
+
+
+def test_one_target_token_more_than_drafts() -> None:
+    for accept in (accept_greedy, accept_coupled):
+        with pytest.raises(ValueError, match="one more than draft tokens"):
+            accept([1, 2], [1, 2])

@@ -1,0 +1,66 @@
+"""Incremental text: whole characters, no stop string, nothing lost."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+from dspark.engine.text import IncrementalText
+
+
+def byte_tokenizer() -> PreTrainedTokenizerFast:
+    """One token a byte: every character beyond ASCII comes in pieces."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    tokenizer = Tokenizer(models.BPE(vocab={symbol: i for i, symbol in enumerate(alphabet)}, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer)
+
+
+TOKENIZER = byte_tokenizer()
+
+
+@given(st.text(alphabet="ab é中🙂\n", max_size=30))
+def test_pieces_add_up_and_are_whole_characters(text: str) -> None:
+    incremental = IncrementalText(TOKENIZER)
+    pieces = [incremental.push(token) for token in TOKENIZER(text)["input_ids"]]
+    assert all("�" not in piece for piece in pieces)
+    assert "".join(pieces) + incremental.finish() == text == incremental.text
+
+
+@given(
+    st.text(alphabet="abé", max_size=30),
+    st.lists(st.text(alphabet="abé", min_size=1, max_size=4), min_size=1, max_size=3),
+)
+def test_stop_strings_cut_at_their_first_completion(text: str, stops: list[str]) -> None:
+    incremental = IncrementalText(TOKENIZER, stops)
+    shown = ""
+    for token in TOKENIZER(text)["input_ids"]:
+        shown += incremental.push(token)
+        assert not any(stop in shown for stop in stops)
+        if incremental.stopped:
+            break
+    shown += incremental.finish()
+    ends = [text.index(stop) + len(stop) for stop in stops if stop in text]
+    if not ends:
+        assert not incremental.stopped
+        assert shown == text
+    else:
+        # The stop string that is complete first wins; of several complete at once, the longest.
+        first = min(ends)
+        assert shown == text[: min(text.index(s) for s in stops if s in text and text.index(s) + len(s) == first)]
+
+
+def test_an_unfinished_character_at_the_end_is_shown_as_such() -> None:
+    incremental = IncrementalText(TOKENIZER)
+    first = TOKENIZER("é")["input_ids"][0]
+    assert incremental.push(first) == ""
+    assert incremental.finish() == "�"
+
+
+def test_an_empty_stop_string_is_refused() -> None:
+    with pytest.raises(ValueError, match="must not be empty"):
+        IncrementalText(TOKENIZER, [""])
