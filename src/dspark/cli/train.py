@@ -25,14 +25,19 @@ EXIT_INTERRUPTED = 130
 def train(
     recipe: Annotated[Path, Parameter(help="Recipe in YAML, such as `recipes/smollm2-135m.yaml`.")],
     *overrides: Annotated[str, Parameter(help="Settings that replace the recipe's: `batch.steps=400 seed=1`.")],
-    data: Annotated[Path | None, Parameter(group=RUN, help="Data directory made by `dspark data`.")] = None,
+    data: Annotated[
+        tuple[Path, ...] | None,
+        Parameter(group=RUN, help="Directory made by `dspark data`; may be given several times."),
+    ] = None,
     out: Annotated[Path | None, Parameter(group=RUN, help="Directory of the run.")] = None,
     target: Annotated[
-        str | None, Parameter(group=RUN, help="The target that answered: `embedded`, a Hugging Face name, a directory, a GGUF.")
+        str | None,
+        Parameter(group=RUN, help="The target that answered: `embedded`, a Hugging Face name, a directory, a GGUF."),
     ] = None,
     device: Annotated[str | None, Parameter(group=RUN, help="Where to train: `cpu`, `cuda`, ...")] = None,
     resume: Annotated[
-        bool, Parameter(group=RUN, help="Go on with the run in --out; --no-resume starts it anew (teacher states are kept).")
+        bool,
+        Parameter(group=RUN, help="Go on with the run in --out; --no-resume starts it anew (teacher states are kept)."),
     ] = True,
     dry_run: Annotated[bool, Parameter(negative=(), group=OUTPUT, help="Say what it will cost, then stop.")] = False,
     json_: Annotated[
@@ -41,11 +46,13 @@ def train(
 ) -> int:
     """Train a drafter for a target on regenerated data.
 
-    First the target's states for every row are computed and kept on disk (this is most of the disk's use), then the Markov head
-    is fitted to the data's bigrams, then the drafter is trained. Everything can be interrupted and goes on where it was: Ctrl-C
-    saves, and after a kill the same command continues from the last checkpoint with the same loss curve.
+    First the target's states for every row are computed and kept on disk (this is most of the disk's use), then the
+    Markov head is fitted to the data's bigrams, then the drafter is trained. Everything can be interrupted and goes on
+    where it
+    was: Ctrl-C saves, and after a kill the same command continues from the last checkpoint with the same loss curve.
 
-    The best drafter by accepted length on held-out rows ends up in `drafter/` of the run; `log.jsonl` there has every step.
+    The best drafter by accepted length on held-out rows ends up in `drafter/` of the run; `log.jsonl` there has every
+    step.
 
     ```
     dspark train recipes/smollm2-135m.yaml
@@ -57,8 +64,10 @@ def train(
     from dspark.training.recipe import load_recipe
     from dspark.training.run import plan_run, prepare_run
 
-    options = {"data": data, "out": out, "target": target, "device": device}
+    options = {"out": out, "target": target, "device": device}
     given = [f"{name}={json.dumps(str(value))}" for name, value in options.items() if value is not None]
+    if data:
+        given.append(f"data={json.dumps([str(directory) for directory in data])}")
     settings = load_recipe(recipe, [*overrides, *given])
     console = Console(stderr=True, quiet=json_)
     loaded = load_target(settings.target, dtype=settings.states.dtype, device=settings.device)
@@ -137,11 +146,12 @@ def _plan_facts(plan: RunPlan) -> dict[str, Any]:
 def _print_plan(console: Console, plan: RunPlan) -> None:
     recipe, missing = plan.recipe, plan.estimate
     console.print(
-        f"data      {recipe.data}: {len(plan.rows):,} rows, {plan.tokens:,} tokens, {plan.response_tokens:,} of them answers\n"
+        f"data      {', '.join(map(str, recipe.data))}: {len(plan.rows):,} rows, {plan.tokens:,} tokens, "
+        f"{plan.response_tokens:,} of them answers\n"
         f"states    {recipe.states_directory}: {missing.tokens:,} tokens to compute with {plan.target.name} in "
         f"{recipe.states.dtype}, {missing.bytes / 2**30:.2f} GiB to write\n"
-        f"training  {recipe.batch.steps:,} steps of {plan.block_tokens_per_step:,} block tokens, {plan.epochs:.2f} passes over "
-        f"the answers, into {recipe.out}",
+        f"training  {recipe.batch.steps:,} steps of {plan.block_tokens_per_step:,} block tokens, "
+        f"{plan.epochs:.2f} passes over the answers, into {recipe.out}",
         highlight=False,
     )
 
@@ -150,8 +160,9 @@ def _print_start(console: Console, run: Run, trainer: Trainer) -> None:
     coverage = trainer.facts["draft_vocabulary_coverage"]
     place = f"goes on after step {trainer.step}" if trainer.step else "starts"
     console.print(
-        f"drafter   {trainer.num_parameters / 1e6:.1f} M trained parameters; draft vocabulary covers {100 * coverage:.2f} % of "
-        f"the answers; {len(run.training_rows):,} rows to train on, {len(run.held_out_rows):,} held out; {place}",
+        f"drafter   {trainer.num_parameters / 1e6:.1f} M trained parameters; "
+        f"draft vocabulary covers {100 * coverage:.2f} % of the answers; "
+        f"{len(run.training_rows):,} rows to train on, {len(run.held_out_rows):,} held out; {place}",
         highlight=False,
     )
 
@@ -168,7 +179,8 @@ def _print_result(console: Console, result: TrainingResult) -> None:
         return
     if result.best is not None and result.drafter is not None:
         console.print(
-            f"best drafter: step {result.best_step}, held-out accepted length {result.best['sampled']['value']:.3f} at temperature 1, "
+            f"best drafter: step {result.best_step}, "
+            f"held-out accepted length {result.best['sampled']['value']:.3f} at temperature 1, "
             f"{result.best['greedy']['value']:.3f} greedy"
         )
         print(result.drafter)

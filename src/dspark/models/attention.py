@@ -1,13 +1,35 @@
-"""Attention over slots: padding exists only here, laid out once per pass and shared by all layers."""
+"""Attention over slots: padding exists only here, laid out once per pass and shared by all layers.
+
+Two ways to compute it. The general one pads the batch and calls PyTorch's fused kernel. The *invariant* one is for a single
+request's few new tokens in the int8 path: the shapes of its products depend on a token's own position only, never on how
+many tokens are computed with it, so that a token gets the same bits alone (plain decoding) and in a block (verification).
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 from torch.nn import functional
 
 from dspark.types import Segment
+
+# The invariant way: queries in blocks of this many, keys up to a multiple of that many. Any fixed numbers would do.
+_QUERY_BLOCK = 8
+_KEY_BLOCK = 256
+_MAX_INVARIANT_QUERIES = 4 * _QUERY_BLOCK
+
+
+@dataclass(frozen=True, slots=True)
+class _QueryBlock:
+    """Queries ``begin .. end - 1`` of the pass, all of which look at the first ``num_keys`` positions of the slot."""
+
+    begin: int
+    end: int
+    num_keys: int
+    mask_QK: torch.Tensor
+    sliding_mask_QK: torch.Tensor
 
 
 class AttentionPlan:
@@ -23,6 +45,8 @@ class AttentionPlan:
         dtype: torch.dtype,
         sliding_window: int | None,
         group: int,
+        *,
+        invariant: bool = False,
     ) -> None:
         self.segments = segments
         self.group = group
@@ -45,6 +69,11 @@ class AttentionPlan:
         self.padded_N: torch.Tensor | None = None
         if int(lengths.min()) != self.max_query:
             self.padded_N = (rows_N * self.max_query + offsets_N).to(device)
+
+        self.query_blocks: list[_QueryBlock] = []
+        if invariant and self.num_rows == 1 and self.max_query <= _MAX_INVARIANT_QUERIES:
+            self.query_blocks = _query_blocks(segments[0], sliding_window, device, dtype)
+            return
 
         positions_RQ = starts.unsqueeze(1) + torch.arange(self.max_query)
         keys_K = torch.arange(self.num_keys)
@@ -91,6 +120,9 @@ def attend(
     else:
         keys[plan.slots_N, :, plan.positions_N] = k_NhD
         values[plan.slots_N, :, plan.positions_N] = v_NhD
+    if plan.query_blocks:
+        slot = plan.segments[0].slot
+        return _attend_invariant(q_NhD, keys[slot], values[slot], plan, scale=scale, sliding=sliding)
     if plan.slot_range is not None:
         k_RhKD = keys[plan.slot_range, :, : plan.num_keys]
         v_RhKD = values[plan.slot_range, :, : plan.num_keys]
@@ -109,3 +141,60 @@ def attend(
     out = out_RhGD.view(rows, num_kv_heads, group, queries, head_dim).permute(0, 3, 1, 2, 4)
     out_NhD = out.reshape(rows * queries, num_kv_heads * group, head_dim)
     return out_NhD if plan.padded_N is None else out_NhD[plan.padded_N]
+
+
+def _query_blocks(
+    segment: Segment, sliding_window: int | None, device: torch.device, dtype: torch.dtype
+) -> list[_QueryBlock]:
+    blocks = []
+    begin = segment.start
+    while begin < segment.end:
+        num_keys = (begin // _KEY_BLOCK + 1) * _KEY_BLOCK
+        end = min(segment.end, begin + _QUERY_BLOCK, num_keys)
+        # Padding queries repeat the last position: they must see something, or softmax would divide zero by zero.
+        positions_Q1 = (begin + torch.arange(_QUERY_BLOCK)).clamp(max=end - 1).unsqueeze(1)
+        keys_K = torch.arange(num_keys)
+        hidden_QK = keys_K > positions_Q1
+        mask_QK = torch.zeros(hidden_QK.shape, dtype=dtype).masked_fill_(hidden_QK, float("-inf"))
+        sliding_mask_QK = mask_QK
+        if sliding_window is not None:
+            sliding_mask_QK = mask_QK.masked_fill(keys_K <= positions_Q1 - sliding_window, float("-inf"))
+        blocks.append(
+            _QueryBlock(
+                begin=begin - segment.start,
+                end=end - segment.start,
+                num_keys=num_keys,
+                mask_QK=mask_QK.to(device),
+                sliding_mask_QK=sliding_mask_QK.to(device),
+            )
+        )
+        begin = end
+    return blocks
+
+
+def _attend_invariant(
+    q_NhD: torch.Tensor,
+    keys_hLD: torch.Tensor,
+    values_hLD: torch.Tensor,
+    plan: AttentionPlan,
+    *,
+    scale: float,
+    sliding: bool,
+) -> torch.Tensor:
+    num_kv_heads, max_length, head_dim = keys_hLD.shape
+    group = plan.group
+    q_NhgD = q_NhD.view(-1, num_kv_heads, group, head_dim)
+    out_NhgD = torch.empty_like(q_NhgD)
+    for block in plan.query_blocks:
+        count, num_keys = block.end - block.begin, min(block.num_keys, max_length)
+        q_QhgD = q_NhgD[block.begin : block.end]
+        if count < _QUERY_BLOCK:
+            q_QhgD = functional.pad(q_QhgD, (0, 0, 0, 0, 0, 0, 0, _QUERY_BLOCK - count))
+        q_hGD = q_QhgD.permute(1, 2, 0, 3).reshape(num_kv_heads, group * _QUERY_BLOCK, head_dim)
+        scores_hGK = torch.bmm(q_hGD, keys_hLD[:, :num_keys].transpose(1, 2)).mul_(scale)
+        mask_QK = (block.sliding_mask_QK if sliding else block.mask_QK)[:, :num_keys]
+        scores_hGK.view(num_kv_heads, group, _QUERY_BLOCK, num_keys).add_(mask_QK)
+        mixed_hGD = torch.bmm(scores_hGK.softmax(-1), values_hLD[:, :num_keys])
+        mixed_QhgD = mixed_hGD.view(num_kv_heads, group, _QUERY_BLOCK, head_dim).permute(2, 0, 1, 3)
+        out_NhgD[block.begin : block.end] = mixed_QhgD[:count]
+    return out_NhgD.view(-1, num_kv_heads * group, head_dim)

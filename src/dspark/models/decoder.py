@@ -149,7 +149,11 @@ class Decoder:
             raise ValueError(f"segments hold {sum(s.length for s in segments)} tokens, token_ids {len(token_ids_N)}")
         cache.reserve(segments)
         c = self._config
-        plan = AttentionPlan(segments, self._device, self._dtype, c.sliding_window, c.num_heads // c.num_kv_heads)
+        group = c.num_heads // c.num_kv_heads
+        # int8 products are exact sums: with invariant attention the whole pass is.
+        plan = AttentionPlan(
+            segments, self._device, self._dtype, c.sliding_window, group, invariant=self._quantised
+        )
         rope = self._rope.lookup(plan.positions_N, plan.max_position)
         sliding_rope = rope
         if self._sliding_rope is not self._rope:

@@ -31,9 +31,9 @@ class AcceptedLength:
 def accepted_length(acceptance_NG: Tensor, supervised_NG: Tensor) -> AcceptedLength:
     """Expected accepted length of blocks whose slots are accepted with the given probabilities.
 
-    At temperature 1 ``acceptance = 1 − ½‖q − p‖₁``, which makes the expectation exact given the data's prefix; for greedy
-    decoding it is 1 where the two argmaxes agree, else 0. Every slot is averaged over the blocks that supervise it, so a
-    response's end does not count as a rejection.
+    At temperature 1 ``acceptance = 1 − ½‖q − p‖₁``, which makes the expectation exact given the data's prefix; for
+    greedy decoding it is 1 where the two argmaxes agree, else 0. Every slot is averaged over the blocks that supervise
+    it, so a response's end does not count as a rejection.
 
     Args:
         acceptance_NG: probabilities.

@@ -1,7 +1,7 @@
 """Anchors inside responses, and the labels of their blocks (section 3.3).
 
-An anchor is a response token with at least one more response token after it in the same span. Its block's labels are the
-next γ tokens while they stay inside that span: a contiguous prefix of the block is supervised, the rest is not.
+An anchor is a response token with at least one more response token after it in the same span. Its block's labels are
+the next γ tokens while they stay inside that span: a contiguous prefix of the block is supervised, the rest is not.
 
 Shapes: S tokens of a sequence, A anchors, G slots of a block.
 """
@@ -41,7 +41,8 @@ class BlockLabels:
 def anchor_positions(response_spans: Sequence[Span]) -> Int64Array:
     """All positions that can be an anchor, ascending: every response token but the last of its span."""
     ranges = [np.arange(start, end - 1, dtype=np.int64) for start, end in response_spans if end - start >= 2]
-    return np.concatenate(ranges) if ranges else np.empty(0, dtype=np.int64)
+    positions: Int64Array = np.concatenate(ranges) if ranges else np.empty(0, dtype=np.int64)
+    return positions
 
 
 def sample_anchors(response_spans: Sequence[Span], num_anchors: int, generator: np.random.Generator) -> Int64Array:
@@ -55,7 +56,8 @@ def sample_anchors(response_spans: Sequence[Span], num_anchors: int, generator: 
     if count <= 0:
         return np.empty(0, dtype=np.int64)
     edges = (np.arange(count + 1, dtype=np.int64) * len(eligible)) // count
-    return eligible[edges[:-1] + generator.integers(0, edges[1:] - edges[:-1])]
+    anchors: Int64Array = eligible[edges[:-1] + generator.integers(0, edges[1:] - edges[:-1])]
+    return anchors
 
 
 def block_labels(
@@ -69,7 +71,9 @@ def block_labels(
     token_ids = np.asarray(token_ids_S, dtype=np.int64)
     spans = np.asarray(sorted(response_spans), dtype=np.int64).reshape(-1, 2)
     span_of_anchor = np.searchsorted(spans[:, 0], anchors_A, side="right") - 1
-    inside = (span_of_anchor >= 0) & (anchors_A < spans[span_of_anchor.clip(min=0), 1] - 1) if len(spans) else np.zeros(0)
+    inside = (
+        (span_of_anchor >= 0) & (anchors_A < spans[span_of_anchor.clip(min=0), 1] - 1) if len(spans) else np.zeros(0)
+    )
     if not np.all(inside) or (len(spans) == 0 and len(anchors_A) > 0):
         raise ValueError(f"anchors {anchors_A.tolist()} do not all lie in the response spans {spans.tolist()}")
     if len(anchors_A) == 0:
@@ -89,9 +93,12 @@ def target_rows(response_spans: Sequence[Span], positions: Int64Array) -> Int64A
 
     The target's distribution for the token at ``t + 1`` is stored under position ``t``; this finds the stored row.
     """
-    spans = np.asarray([span for span in sorted(response_spans) if span[1] - span[0] >= 2], dtype=np.int64).reshape(-1, 2)
+    spans = np.asarray([span for span in sorted(response_spans) if span[1] - span[0] >= 2], dtype=np.int64).reshape(
+        -1, 2
+    )
     lengths = spans[:, 1] - spans[:, 0] - 1
     offsets = np.cumsum(lengths) - lengths
     span = np.searchsorted(spans[:, 0], positions, side="right") - 1
     within: Int64Array = np.minimum(positions - spans[span, 0], lengths[span] - 1)
-    return offsets[span] + within
+    rows: Int64Array = offsets[span] + within
+    return rows

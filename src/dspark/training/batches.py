@@ -2,8 +2,8 @@
 
 Everything random is a function of (seed, epoch) or (seed, step): a resumed run needs no generator state, only its step.
 
-Shapes: B sequences, S context tokens (padded), A anchors of a sequence (padded), G slots of a block, N supervised slots,
-H hidden size, T tap features.
+Shapes: B sequences, S context tokens (padded), A anchors of a sequence (padded), G slots of a block, N supervised
+slots, H hidden size, T tap features.
 """
 
 from __future__ import annotations
@@ -35,7 +35,8 @@ class TrainingBatch:
         block_tokens_BAG: x_0..x_{γ−1}, target ids.
         labels_BAG: x_1..x_γ, target ids.
         supervised_BAG: whether a slot counts; False everywhere for padding.
-        target_hidden_NH: the target's final hidden state for each supervised slot, in row-major order of ``supervised_BAG``.
+        target_hidden_NH: the target's final hidden state for each supervised slot, in row-major order of
+            ``supervised_BAG``.
         target_log_normaliser_N: logsumexp of its logits over the full vocabulary.
         target_argmax_N: its most likely token.
         num_blocks: anchors without padding.
@@ -60,7 +61,8 @@ def held_out_split(rows: Sequence[StoredRow], fraction: float) -> tuple[list[Sto
     Raises:
         ValueError: one of the two would be empty.
     """
-    training, held_out = [], []
+    training: list[StoredRow] = []
+    held_out: list[StoredRow] = []
     for row in rows:
         draw = int.from_bytes(hashlib.sha256(f"held-out {row.id}".encode()).digest()[:8], "big") / 2.0**64
         (held_out if draw < fraction else training).append(row)
@@ -75,9 +77,7 @@ def held_out_split(rows: Sequence[StoredRow], fraction: float) -> tuple[list[Sto
 class BatchOrder:
     """The order of a run's batches: rows shuffled every epoch, similar ones together to save padding."""
 
-    def __init__(
-        self, rows: Sequence[StoredRow], *, blocks_per_step: int, anchor_every_tokens: int, seed: int
-    ) -> None:
+    def __init__(self, rows: Sequence[StoredRow], *, blocks_per_step: int, anchor_every_tokens: int, seed: int) -> None:
         """See ``BatchRecipe`` for the arguments.
 
         Raises:

@@ -1,8 +1,8 @@
 """A head start for the Markov head: W1 and W2 fitted alone to the bigrams of the responses.
 
-The head's part of the logits is ``W1[x_{k−1}] W2``. Before the backbone knows anything, the best it can be is the data's
-bigram model, and that can be had in a minute instead of hundreds of training steps. The unigram distribution lies in one
-direction of the latent space, so that a token never seen as a predecessor predicts the unigram.
+The head's part of the logits is ``W1[x_{k−1}] W2``. Before the backbone knows anything, the best it can be is the
+data's bigram model, and that can be had in a minute instead of hundreds of training steps. Tokens that are never a
+predecessor in the data share one row of W1, which is fitted to the unigram.
 
 Shapes: V target ids, D draft columns, r rank, U distinct predecessors of a minibatch.
 """
@@ -20,6 +20,9 @@ from torch import Tensor
 from dspark.training.data.rows import DataRow
 
 __all__ = ["BigramCounts", "MarkovStart", "count_bigrams", "fit_markov_start"]
+
+_UNIGRAM_WEIGHT = 0.02
+"""Weight of the unigram's row in a minibatch, whose other weights add up to one."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -122,15 +125,16 @@ def fit_markov_start(
     noise = torch.Generator().manual_seed(seed)
     unigram = np.bincount(bigrams.columns, weights=bigrams.counts, minlength=draft_vocab_size) + 0.5
     log_unigram_D = torch.from_numpy(np.log(unigram / unigram.sum())).to(torch.float32)
-    # Latent 0 carries the unigram: a constant of W1 times centred log-probabilities scaled into W2's usual range.
+    # One direction of the latent space starts as the unigram, in a scale usual for W1 and W2.
     scale = 4.0
     w1_Vr = torch.randn(vocab_size, rank, generator=noise) * 0.05
     w2_Dr = torch.randn(draft_vocab_size, rank, generator=noise) * 0.05
     w1_Vr[:, 0] = scale
     w2_Dr[:, 0] = (log_unigram_D - log_unigram_D.mean()) / scale
-    w1_Vr, w2_Dr = w1_Vr.to(device), w2_Dr.to(device)
+    w1_Vr, w2_Dr, unigram_1D = w1_Vr.to(device), w2_Dr.to(device), log_unigram_D.exp()[None].to(device)
     seen = torch.from_numpy(bigrams.predecessors_P).to(device)
-    w1_Pr = w1_Vr[seen]
+    # The last row is the unigram's: a predecessor that stands for all that were never seen.
+    w1_Pr = torch.cat((w1_Vr[seen], w1_Vr[:1]))
     w1_adam, w2_adam = _Adam(w1_Pr), _Adam(w2_Dr)
     totals_P = np.add.reduceat(bigrams.counts, bigrams.offsets[:-1])
     cumulative_P = np.cumsum(totals_P)
@@ -138,12 +142,17 @@ def fit_markov_start(
     for step in range(steps):
         draws = np.searchsorted(cumulative_P, generator.integers(0, bigrams.total, draws_per_step), side="right")
         rows_U, multiplicity_U = np.unique(draws, return_counts=True)
-        target_UD = _successor_distributions(bigrams, rows_U, totals_P, draft_vocab_size).to(device)
-        weights_U = torch.from_numpy(multiplicity_U / draws_per_step).to(device, torch.float32)
-        index_U = torch.from_numpy(rows_U).to(device)
+        target_UD = torch.cat(
+            (_successor_distributions(bigrams, rows_U, totals_P, draft_vocab_size).to(device), unigram_1D)
+        )
+        weights_U = torch.from_numpy(np.append(multiplicity_U / draws_per_step, _UNIGRAM_WEIGHT)).to(
+            device, torch.float32
+        )
+        index_U = torch.from_numpy(np.append(rows_U, len(totals_P))).to(device)
         latent_Ur = w1_Pr[index_U]
         log_draft_UD = torch.log_softmax(latent_Ur @ w2_Dr.T, dim=1)
-        nats = -float(weights_U @ torch.linalg.vecdot(target_UD, log_draft_UD, dim=1))
+        nats_U = -torch.linalg.vecdot(target_UD, log_draft_UD, dim=1)
+        nats = float(weights_U[:-1] @ nats_U[:-1])
         gradient_UD = log_draft_UD.exp_().sub_(target_UD).mul_(weights_U[:, None])
         rate = learning_rate * (1.0 - step / steps)
         w1_gradient_Ur = gradient_UD @ w2_Dr
@@ -152,7 +161,8 @@ def fit_markov_start(
         smoothed = nats if step == 0 else smoothed + 0.05 * (nats - smoothed)
         if on_step is not None:
             on_step(step + 1, smoothed)
-    w1_Vr[seen] = w1_Pr
+    w1_Vr[:] = w1_Pr[-1]
+    w1_Vr[seen] = w1_Pr[:-1]
     probabilities = unigram / unigram.sum()
     unigram_nats = -float((np.log(probabilities[bigrams.columns]) * bigrams.counts).sum() / bigrams.total)
     return MarkovStart(w1_Vr=w1_Vr, w2_Dr=w2_Dr, unigram_nats=unigram_nats, bigram_nats=smoothed)

@@ -1,7 +1,7 @@
 """Checkpoints of a run: a drafter in form A, the training state beside it, and where both came from.
 
-``<run>/checkpoints/step-000100/`` appears by one rename, so it is whole or not there. The highest step is where a run goes
-on; the best one by held-out accepted length is kept besides the last few.
+``<run>/checkpoints/step-000100/`` appears by one rename, so it is whole or not there. The highest step is where a run
+goes on; the best one by held-out accepted length is kept besides the last few.
 """
 
 from __future__ import annotations

@@ -118,8 +118,9 @@ def _target_logits(
 ) -> tuple[Tensor, Tensor]:
     """The target's logits on the draft columns and their log-normaliser.
 
-    In bfloat16 the log-normaliser is taken off inside the product, as three more columns that add up to it: the rounding of
-    the result is then relative to the log-probability, so likely tokens keep theirs, instead of relative to the logit.
+    In bfloat16 the log-normaliser is taken off inside the product, as three more columns that add up to it: the
+    rounding of the result is then relative to the log-probability, so likely tokens keep theirs, instead of relative to
+    the logit.
     """
     weight_DH, normaliser_N = drafter.lm_head.weight, batch.target_log_normaliser_N
     if autocast and final_softcap is None:
@@ -128,7 +129,9 @@ def _target_logits(
             parts.append(rest_N.to(torch.bfloat16))
             rest_N = rest_N - parts[-1].float()
         columns_NK = torch.cat((batch.target_hidden_NH, torch.stack(parts, dim=1)), dim=1)
-        weight_DK = torch.cat((weight_DH.to(torch.bfloat16), weight_DH.new_ones(len(weight_DH), 3).to(torch.bfloat16)), dim=1)
+        weight_DK = torch.cat(
+            (weight_DH.to(torch.bfloat16), weight_DH.new_ones(len(weight_DH), 3).to(torch.bfloat16)), dim=1
+        )
         return columns_NK @ weight_DK.T, torch.zeros_like(normaliser_N)
     logits_ND = batch.target_hidden_NH.float() @ weight_DH.float().T
     if final_softcap is not None:

@@ -1,4 +1,4 @@
-"""Held-out evaluation: accepted length under teacher forcing, exact for the drafter's distributions, nothing sampled."""
+"""Held-out evaluation: accepted length under teacher forcing, exact for the distributions, nothing sampled."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 
 from dspark.drafters.dspark import DSparkDrafter
 from dspark.training.accepted_length import AcceptedLength, accepted_length
@@ -49,11 +50,13 @@ def evaluate_held_out(
     anchor_every_tokens: int,
     settings: ObjectiveSettings,
 ) -> HeldOutResult:
-    """Evaluate at the same anchors every time, in the drafter's own precision, on at least ``blocks`` blocks if there are as many."""
+    """Evaluate in the drafter's own precision, at the same anchors every time: ``blocks`` blocks or all there are."""
     order = BatchOrder(rows, blocks_per_step=_BLOCKS_PER_PASS, anchor_every_tokens=anchor_every_tokens, seed=_SEED)
     column_of_id_V = target_column_of_id(drafter)
     weights_G = slot_weights(drafter.block_size, settings.decay).to(drafter.device, torch.float32)
-    acceptance, agreement, supervision = [], [], []
+    acceptance: list[Tensor] = []
+    agreement: list[Tensor] = []
+    supervision: list[Tensor] = []
     loss = confidence = total = 0.0
     done = step = 0
     while done < blocks and order.epoch(step) == 0:

@@ -77,7 +77,8 @@ class TrainingResult:
     Attributes:
         end: ``finished`` all steps, ``early_stop`` for lack of progress, or ``interrupted`` (and saved).
         steps: steps done.
-        best_step: of the checkpoint with the best held-out accepted length at temperature 1; ``best`` is its evaluation.
+        best_step: of the checkpoint with the best held-out accepted length at temperature 1; ``best`` is its
+            evaluation.
         drafter: directory of the best drafter; None when the run was interrupted before an evaluation.
     """
 
@@ -254,7 +255,9 @@ class Trainer:
             loss=loss,
             cross_entropy=float(weights_N @ terms.draft.cross_entropy_N) / total,
             l1_distance=float(weights_N @ terms.draft.l1_distance_N) / total,
-            confidence_bce=None if terms.confidence_bce_N is None else float(weights_N @ terms.confidence_bce_N) / total,
+            confidence_bce=None
+            if terms.confidence_bce_N is None
+            else float(weights_N @ terms.confidence_bce_N) / total,
             accepted_length=accepted_length(acceptance_BAG[keep_BA], batch.supervised_BAG[keep_BA]).value,
             gradient_norm=norm,
             learning_rate_factor=factor,
@@ -341,7 +344,11 @@ class Trainer:
 
     def _divergence(self, step: int, loss: float) -> str:
         steps = self._checkpoints.steps()
-        kept = f"the last good checkpoint is {self._checkpoints.path(steps[-1])}" if steps else "no checkpoint was made yet"
+        kept = (
+            f"the last good checkpoint is {self._checkpoints.path(steps[-1])}"
+            if steps
+            else "no checkpoint was made yet"
+        )
         what = f"the loss is {loss}" if not math.isfinite(loss) else "the gradient is not finite"
         return (
             f"step {step}: {what}; {kept}. Lower optimiser.muon_learning_rate and optimiser.learning_rate, lengthen "

@@ -1,8 +1,8 @@
 """Muon: momentum whose update is orthogonalised, for the matrices inside layers.
 
 The update of a matrix is the nearest semi-orthogonal matrix to its momentum, found by a Newton-Schulz iteration: every
-direction of the matrix then moves by the same amount, however small its gradient. Matrices of equal shape are stacked and
-iterated together. (K. Jordan et al., "Muon: an optimizer for hidden layers in neural networks", 2024.)
+direction of the matrix then moves by the same amount, however small its gradient. Matrices of equal shape are stacked
+and iterated together. (K. Jordan et al., "Muon: an optimizer for hidden layers in neural networks", 2024.)
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ _COEFFICIENTS = (
     (3.1746, -2.3804, 0.4978),
     (2.1895, -1.5672, 0.4079),
 )
-"""Odd quintics x ↦ ax + bx³ + cx⁵, one a step. Each is the best approximation of 1 (minimax) on the interval that the one
-before leaves of [0.005, 1]; together they bring singular values from there to within 0.09 of 1, in one step fewer than one
-fixed quintic needs for within 0.3."""
+"""Odd quintics x ↦ ax + bx³ + cx⁵, one a step. Each is the best approximation of 1 (minimax) on the interval that the
+one before leaves of [0.005, 1]; together they bring singular values from there to within 0.09 of 1, in one step fewer
+than one fixed quintic needs for within 0.3."""
 
 
 def orthogonalise(matrices_BMN: Tensor, *, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -52,8 +52,8 @@ def orthogonalise(matrices_BMN: Tensor, *, dtype: torch.dtype = torch.float32) -
 class Muon(torch.optim.Optimizer):
     """Nesterov momentum, orthogonalised, with decoupled weight decay.
 
-    Each matrix ``W[M, N]`` moves by ``lr · sqrt(max(1, M / N)) · orthogonalise(update)``: an update of spectral norm near
-    ``lr``, so ``lr`` means the same for every shape; 0.02 is usual.
+    Each matrix ``W[M, N]`` moves by ``lr · sqrt(max(1, M / N)) · orthogonalise(update)``: an update of spectral norm
+    near ``lr``, so ``lr`` means the same for every shape; 0.02 is usual.
     """
 
     def __init__(
@@ -73,7 +73,9 @@ class Muon(torch.optim.Optimizer):
         parameters = list(params)
         for parameter in parameters:
             if parameter.ndim != 2:
-                raise ValueError(f"Muon is for matrices; a parameter has shape {tuple(parameter.shape)}: give it to AdamW")
+                raise ValueError(
+                    f"Muon is for matrices; a parameter has shape {tuple(parameter.shape)}: give it to AdamW"
+                )
         self.iteration_dtype = dtype
         super().__init__(
             [{"params": parameters}],

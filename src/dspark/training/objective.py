@@ -6,10 +6,10 @@ Every supervised slot ``k`` of a block (``k = 1..γ``) is one row. With draft di
     L = Σ w_k (a·CE_k + b·‖q_k − p_k‖₁ + c·BCE(c_k, 1 − ½‖q_k − p_k‖₁)) / Σ w_k,        w_k = exp(−(k−1)/d).
 
 The draft vocabulary may be smaller than the target's. The target then comes as its logits on the draft columns together
-with the log-normaliser (logsumexp) of its logits over the full vocabulary, so that ``p`` on the draft columns is exact and
-the mass the target has elsewhere is known: ``q`` is zero there, so that mass counts fully in the total variation. A label
-outside the draft vocabulary (column ``NO_LABEL``) has no cross-entropy term, because the drafter cannot say that token at
-any price; its slot still counts in the total variation, in the confidence term and in the denominator.
+with the log-normaliser (logsumexp) of its logits over the full vocabulary, so that ``p`` on the draft columns is exact
+and the mass the target has elsewhere is known: ``q`` is zero there, so that mass counts fully in the total variation. A
+label outside the draft vocabulary (column ``NO_LABEL``) has no cross-entropy term, because the drafter cannot say that
+token at any price; its slot still counts in the total variation, in the confidence term and in the denominator.
 
 Shapes: N rows (slots), D draft-vocabulary columns, G slots of a block.
 """
@@ -30,7 +30,7 @@ NO_LABEL = -1
 """Label column of a slot without a cross-entropy term."""
 
 _CHUNK_ELEMENTS = 1 << 19
-"""Rows are handled in chunks of about this many logits, so that every pass but the first reads the processor's cache."""
+"""Rows are handled in chunks of about this many logits, so that later passes read the processor's cache."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -182,7 +182,8 @@ def draft_terms(
     """
     if logits_ND.ndim != 2 or target_logits_ND.shape != logits_ND.shape:
         raise ValueError(
-            f"draft logits {tuple(logits_ND.shape)} and target logits {tuple(target_logits_ND.shape)} must both be [N, D]"
+            f"draft logits {tuple(logits_ND.shape)} and target logits {tuple(target_logits_ND.shape)} "
+            "must both be [N, D]"
         )
     for name, tensor in (
         ("target_log_normaliser_N", target_log_normaliser_N),
@@ -193,7 +194,7 @@ def draft_terms(
         if tensor.shape != logits_ND.shape[:1]:
             raise ValueError(f"{name} has shape {tuple(tensor.shape)}, expected [{logits_ND.shape[0]}]")
     with_gradient = torch.is_grad_enabled() and logits_ND.requires_grad
-    weighted_sum, cross_entropy_N, l1_distance_N = _DraftTerms.apply(
+    weighted_sum, cross_entropy_N, l1_distance_N = _DraftTerms.apply(  # type: ignore[no-untyped-call]
         logits_ND,
         target_logits_ND,
         target_log_normaliser_N,

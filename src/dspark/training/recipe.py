@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 from dspark.training.objective import ObjectiveSettings
 
@@ -63,7 +63,7 @@ class DrafterRecipe(_Section):
 
 
 class StatesRecipe(_Section):
-    """Teacher states. ``directory`` null keeps them in ``states/`` of the run; ``dtype`` is what the target computes in."""
+    """Teacher states. ``directory`` null keeps them in ``states/`` of the run; ``dtype`` is the target's."""
 
     directory: Path | None = None
     dtype: Literal["float32", "bfloat16", "int8"] = "bfloat16"
@@ -73,7 +73,10 @@ class StatesRecipe(_Section):
 
 
 class LossRecipe(_Section):
-    """Coefficients of the objective. ``confidence_reaches_backbone``: whether the confidence loss also trains the rest."""
+    """Coefficients of the objective.
+
+    confidence_reaches_backbone: whether the confidence loss also trains backbone and sequential head.
+    """
 
     cross_entropy: NonNegativeFloat = 0.1
     total_variation: NonNegativeFloat = 0.9
@@ -100,7 +103,10 @@ class BigramRecipe(_Section):
 
 
 class OptimiserRecipe(_Section):
-    """Muon for matrices inside layers and ``fc`` (0 gives those to AdamW too), AdamW for the rest, Adam by row for W1."""
+    """Muon for matrices inside layers and ``fc``, Adam by row for W1, AdamW for the rest.
+
+    muon_learning_rate: 0 gives the matrices to AdamW too.
+    """
 
     muon_learning_rate: NonNegativeFloat = 0.02
     muon_momentum: Fraction = 0.95
@@ -152,10 +158,10 @@ class CheckpointRecipe(_Section):
 
 
 class Recipe(_Section):
-    """A whole run. ``target`` is what ``--target`` takes; ``data`` a data directory; ``out`` the run's directory."""
+    """A whole run. ``target`` is what ``--target`` takes; ``data`` one data directory or more; ``out`` the run's."""
 
     target: str = "embedded"
-    data: Path
+    data: Annotated[tuple[Path, ...], Field(min_length=1)]
     out: Path
     seed: NonNegative = 0
     device: str = "cpu"
@@ -167,6 +173,11 @@ class Recipe(_Section):
     optimiser: OptimiserRecipe = OptimiserRecipe()
     held_out: HeldOutRecipe = HeldOutRecipe()
     checkpoint: CheckpointRecipe = CheckpointRecipe()
+
+    @field_validator("data", mode="before")
+    @classmethod
+    def _one_or_more(cls, value: object) -> object:
+        return [value] if isinstance(value, str | Path) else value
 
     @property
     def states_directory(self) -> Path:

@@ -15,8 +15,8 @@ class RowAdam(torch.optim.Optimizer):
     """Adam that updates only the rows with a gradient, each with its own step count.
 
     For parameters with sparse gradients (``nn.Embedding(sparse=True)``): a step costs the touched rows, not the table.
-    A row's moments decay only when it is touched, and its bias correction counts its own updates, so the first update of
-    a rare token's row is as well scaled as that of a frequent one. There is no weight decay.
+    A row's moments decay only when it is touched, and its bias correction counts its own updates, so the first update
+    of a rare token's row is as well scaled as that of a frequent one. There is no weight decay.
     """
 
     def __init__(

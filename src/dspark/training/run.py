@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,15 @@ from dspark.training.checkpoints import write_json
 from dspark.training.data.rows import DataRow, read_rows
 from dspark.training.provenance import data_fingerprint
 from dspark.training.recipe import Recipe
-from dspark.training.states import StateStore, StoredRow, StoreEstimate, StoreSpec, build_states, estimate_states, store_spec
+from dspark.training.states import (
+    StateStore,
+    StoredRow,
+    StoreEstimate,
+    StoreSpec,
+    build_states,
+    estimate_states,
+    store_spec,
+)
 from dspark.training.vocabulary import choose_draft_vocabulary, count_response_tokens
 
 __all__ = ["Run", "RunPlan", "RunStart", "batch_order", "drafter_config", "plan_run", "prepare_run", "start_drafter"]
@@ -100,9 +108,7 @@ def plan_run(recipe: Recipe, target: LoadedTarget) -> RunPlan:
         ValueError: data and target do not fit, a setting is not possible, or the states directory is of another kind.
         OSError: the data cannot be read.
     """
-    rows = read_rows(recipe.data, vocab_size=target.model.config.vocab_size)
-    if not rows:
-        raise ValueError(f"{recipe.data} holds no rows; make some with `dspark data`")
+    rows = _read_data(recipe.data, target.model.config.vocab_size)
     spec = store_spec(
         target.model,
         tap_layers=recipe.drafter.tap_layers,
@@ -156,13 +162,15 @@ def prepare_run(plan: RunPlan, *, resume: bool, on_tokens: Callable[[int], None]
         chosen = record["rows"]
         if lost := [row_id for row_id in chosen if row_id not in stored]:
             raise ValueError(
-                f"{len(lost)} rows of the run in {recipe.out} are not in {recipe.data} any more, the first is {lost[0]}: "
-                "bring them back, or start anew with another --out or --no-resume"
+                f"{len(lost)} rows of the run in {recipe.out} are not in {_names(recipe.data)} any more, "
+                f"the first is {lost[0]}: bring them back, or start anew with another --out or --no-resume"
             )
     rows = [stored[row_id] for row_id in chosen]
     fingerprint = data_fingerprint(rows)
     if record is not None and fingerprint != record["data_fingerprint"]:
-        raise ValueError(f"rows of {recipe.data} have changed since the run in {recipe.out} started: use another --out")
+        raise ValueError(
+            f"rows of {_names(recipe.data)} have changed since the run in {recipe.out} started: use another --out"
+        )
     training, held_out = held_out_split(rows, recipe.held_out.fraction)
     if record is None:
         recipe.out.mkdir(parents=True, exist_ok=True)
@@ -265,6 +273,22 @@ def batch_order(run: Run) -> BatchOrder:
     )
 
 
+def _read_data(directories: Sequence[Path], vocab_size: int) -> list[DataRow]:
+    """Rows of all directories; ids begin with the directory's name, so that runs with other seeds can be put together."""
+    rows: dict[str, DataRow] = {}
+    for directory in directories:
+        for row in read_rows(directory, vocab_size=vocab_size):
+            named = replace(row, id=f"{directory.resolve().name}/{row.id}")
+            if named.id in rows:
+                raise ValueError(
+                    f"{directory}: row id {named.id} occurs twice; data directories must have different names"
+                )
+            rows[named.id] = named
+    if not rows:
+        raise ValueError(f"{_names(directories)}: there are no rows; make some with `dspark data`")
+    return list(rows.values())
+
+
 def _end_tokens(rows: Sequence[DataRow], stop_token_ids: frozenset[int]) -> set[int]:
     """Tokens that end answers: the target's own, and what the data's finished answers end with."""
     ends = {
@@ -282,7 +306,8 @@ def _mask_token_id(mask_token: int | str, target: LoadedTarget) -> int:
     token_id = target.tokenizer.convert_tokens_to_ids(mask_token)
     if not isinstance(token_id, int) or target.tokenizer.convert_ids_to_tokens(token_id) != mask_token:
         raise ValueError(
-            f"drafter.mask_token {mask_token!r} is not one token of {target.name}: name an unused special token, or its id"
+            f"drafter.mask_token {mask_token!r} is not one token of {target.name}: "
+            "name an unused special token, or its id"
         )
     return token_id
 
@@ -298,6 +323,10 @@ def _given_drafter(directory: Path, config: DSparkConfig, target: LoadedTarget) 
     if different:
         raise ValueError(f"drafter.initialise_from: {directory} differs from the recipe in {', '.join(different)}")
     return drafter
+
+
+def _names(directories: Sequence[Path]) -> str:
+    return ", ".join(map(str, directories))
 
 
 def _read_record(path: Path) -> dict[str, Any] | None:
@@ -322,8 +351,8 @@ def _check_same_recipe(recipe: Recipe, recorded: dict[str, Any]) -> None:
     ]
     if different:
         raise ValueError(
-            f"{recipe.out} holds a run of another recipe ({'; '.join(different)}): use another --out, --no-resume to start anew, "
-            "or drafter.initialise_from to go on from its drafter"
+            f"{recipe.out} holds a run of another recipe ({'; '.join(different)}): "
+            "use another --out, --no-resume to start anew, or drafter.initialise_from to go on from its drafter"
         )
 
 
@@ -335,4 +364,3 @@ def _flatten(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
         else:
             flat[prefix + key] = value
     return flat
-

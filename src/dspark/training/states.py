@@ -1,14 +1,14 @@
 """Teacher states: what training needs of the target, computed once per row and kept on disk.
 
 For every row of a data set the store holds the tap hidden states at all positions, and, at the positions that predict a
-label, the target's last hidden state (after the final norm), the log-normaliser (logsumexp over the full vocabulary) and
-the argmax of its logits there. A training step then needs the target's LM head on the draft columns only.
+label, the target's last hidden state (after the final norm), the log-normaliser (logsumexp over the full vocabulary)
+and the argmax of its logits there. A training step then needs the target's LM head on the draft columns only.
 
-States are bfloat16; log-normalisers are float32 and belong to the *rounded* states multiplied by the LM head in float32, so
-that ``exp(hidden · W_draft − log_normaliser)`` is a part of a distribution that sums to one exactly.
+States are bfloat16; log-normalisers are float32 and belong to the *rounded* states multiplied by the LM head in
+float32, so that ``exp(hidden · W_draft − log_normaliser)`` is a part of a distribution that sums to one exactly.
 
-On disk: ``index.json`` and ``shard-00000.safetensors``, … A shard enters the index after it is complete, so a killed run
-goes on after its last shard, and a store grows with its data set.
+On disk: ``index.json`` and ``shard-00000.safetensors``, … A shard enters the index after it is complete, so a killed
+run goes on after its last shard, and a store grows with its data set.
 
 Shapes: S tokens of a row, P predicting positions of a row, T = taps x hidden size, H hidden size, V target vocabulary.
 """
@@ -77,7 +77,7 @@ class StoreSpec:
 
 @dataclass(frozen=True, kw_only=True)
 class StoredRow:
-    """A row of the store: its tokens' count, its response spans (both cut at ``max_length``) and where its states lie."""
+    """A row of the store: its length and response spans (cut at ``max_length``), and where its states lie."""
 
     id: str
     length: int
@@ -97,7 +97,8 @@ class StoredRow:
 class RowStates:
     """Teacher states of one row, read from the mapped file when they are used.
 
-    Row i of the P-sized tensors belongs to position ``anchor_positions(response_spans)[i]`` and predicts the token after it.
+    Row i of the P-sized tensors belongs to position ``anchor_positions(response_spans)[i]`` and predicts the token
+    after it.
     """
 
     token_ids_S: Tensor
@@ -128,12 +129,14 @@ def store_spec(target: Target, *, tap_layers: Sequence[int], max_length: int, ta
     for layer in tap_layers:
         if not 0 <= layer < config.num_layers - 1:
             raise ValueError(
-                f"tap_layers has {layer}: the target has layers 0..{config.num_layers - 1} and the final one is not allowed"
+                f"tap_layers has {layer}: the target has layers 0..{config.num_layers - 1}, "
+                "and the final one is not allowed"
             )
     if not 2 <= max_length <= config.max_position_embeddings:
         raise ValueError(f"max_length is {max_length}: it must lie between 2 and {config.max_position_embeddings}")
     digest = hashlib.sha256(f"{config.num_layers} {config.hidden_size} {config.vocab_size} ".encode())
-    digest.update(target.embedding_weight_VH.detach().to("cpu", torch.bfloat16).contiguous().view(torch.int16).numpy())
+    embedding_VH = target.embedding_weight_VH.detach().to("cpu", torch.bfloat16).contiguous()
+    digest.update(embedding_VH.view(torch.int16).numpy().tobytes())
     return StoreSpec(
         target_fingerprint=digest.hexdigest()[:32],
         target_dtype=target_dtype,
@@ -178,6 +181,8 @@ def build_states(
         OSError: the disk has not enough room.
     """
     directory.mkdir(parents=True, exist_ok=True)
+    for leftover in directory.glob(".*"):  # of a killed run
+        leftover.unlink()
     store = StateStore.open(directory, spec) if _has_index(directory) else StateStore(directory, spec, [])
     present = {row.id: row for row in store.rows}
     pending: list[tuple[StoredRow, DataRow]] = []
@@ -244,7 +249,9 @@ class StateStore:
         try:
             index = json.loads(path.read_text())
             if index["format"] != _FORMAT:
-                raise ValueError(f"{path}: format {index['format']} is not {_FORMAT}: delete {directory} to compute it anew")
+                raise ValueError(
+                    f"{path}: format {index['format']} is not {_FORMAT}: delete {directory} to compute it anew"
+                )
             raw = index["spec"]
             spec = StoreSpec(**{**raw, "tap_layers": tuple(raw["tap_layers"])})
             shards = index["shards"]

@@ -57,7 +57,9 @@ def choose_draft_vocabulary(
     if len(required) > size:
         raise ValueError(f"draft_vocab_size is {size}, fewer than the {len(required)} tokens that must be in it")
     if required and not 0 <= required[0] <= required[-1] < vocab_size:
-        raise ValueError(f"tokens that must be in the draft vocabulary, {required}, exceed the target's {vocab_size} ids")
+        raise ValueError(
+            f"tokens that must be in the draft vocabulary, {required}, exceed the target's {vocab_size} ids"
+        )
     priority = counts_V.astype(np.float64)
     priority[required] = np.inf
     chosen = np.sort(np.argsort(-priority, kind="stable")[:size])

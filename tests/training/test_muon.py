@@ -1,0 +1,81 @@
+from __future__ import annotations
+
+import pytest
+import torch
+
+from dspark.training.muon import Muon, orthogonalise
+from dspark.training.row_adam import RowAdam
+
+
+@pytest.mark.parametrize("shape", [(3, 24, 40), (2, 40, 24), (1, 32, 32)])
+@pytest.mark.parametrize(("dtype", "slack"), [(torch.float32, 0.1), (torch.bfloat16, 0.15)])
+def test_singular_values_end_near_one_and_vectors_stay(
+    shape: tuple[int, ...], dtype: torch.dtype, slack: float
+) -> None:
+    generator = torch.Generator().manual_seed(0)
+    small = min(shape[1:])
+    u, _, vt = torch.linalg.svd(torch.randn(shape, generator=generator), full_matrices=False)
+    values = torch.logspace(0, -1.8, small)
+    result = orthogonalise(u * values @ vt, dtype=dtype).float()
+    assert result.dtype == torch.float32
+    singular = torch.linalg.svdvals(result)
+    assert singular.min() > 1 - slack
+    assert singular.max() < 1 + slack
+    aligned = torch.einsum("bmk,bmn,bkn->bk", u, result, vt)
+    torch.testing.assert_close(aligned, torch.ones_like(aligned), atol=slack, rtol=0)
+
+
+def test_a_zero_matrix_stays_zero() -> None:
+    assert torch.equal(orthogonalise(torch.zeros(1, 4, 6)), torch.zeros(1, 4, 6))
+
+
+def test_a_step_moves_every_direction_by_the_learning_rate() -> None:
+    generator = torch.Generator().manual_seed(0)
+    weight = torch.nn.Parameter(torch.zeros(16, 8))
+    weight.grad = torch.randn(16, 8, generator=generator)
+    optimiser = Muon([weight], lr=0.02)
+    optimiser.step()
+    singular = torch.linalg.svdvals(weight.detach())
+    torch.testing.assert_close(singular, torch.full((8,), 0.02 * 2**0.5), rtol=0.1, atol=0)
+    assert (weight.detach() * weight.grad).sum() < 0
+
+
+def test_matrices_are_stacked_without_mixing() -> None:
+    generator = torch.Generator().manual_seed(0)
+    shapes = [(8, 12), (12, 8), (8, 12)]
+    gradients = [torch.randn(shape, generator=generator) for shape in shapes]
+    together = [torch.nn.Parameter(torch.zeros(shape)) for shape in shapes]
+    for parameter, gradient in zip(together, gradients, strict=True):
+        parameter.grad = gradient
+    Muon(together, lr=0.1).step()
+    for parameter, gradient in zip(together, gradients, strict=True):
+        alone = torch.nn.Parameter(torch.zeros(gradient.shape))
+        alone.grad = gradient
+        Muon([alone], lr=0.1).step()
+        torch.testing.assert_close(parameter, alone, rtol=1e-4, atol=1e-6)
+
+
+def test_vectors_are_refused() -> None:
+    with pytest.raises(ValueError, match="give it to AdamW"):
+        Muon([torch.nn.Parameter(torch.zeros(4))])
+
+
+@pytest.mark.parametrize("sparse", [True, False])
+def test_row_adam_is_adam_on_the_rows_it_touches(sparse: bool) -> None:
+    generator = torch.Generator().manual_seed(0)
+    start = torch.randn(6, 4, generator=generator)
+    table = torch.nn.Embedding(6, 4, sparse=sparse)
+    table.weight.data.copy_(start)
+    ours = RowAdam([table.weight], lr=0.1, betas=(0.9, 0.99))
+    rows = {row: torch.nn.Parameter(start[row].clone()) for row in (1, 4)}
+    theirs = {row: torch.optim.Adam([parameter], lr=0.1, betas=(0.9, 0.99)) for row, parameter in rows.items()}
+    for touched in ([1, 4, 1], [4], [1], [4, 4]):
+        scale = torch.randn(len(touched), 4, generator=generator)
+        table.weight.grad = None
+        (table(torch.tensor(touched)) * scale).sum().backward()
+        ours.step()
+        for row in set(touched):
+            rows[row].grad = scale[[i for i, t in enumerate(touched) if t == row]].sum(dim=0)
+            theirs[row].step()
+    for row in range(6):
+        torch.testing.assert_close(table.weight[row], rows[row] if row in rows else start[row])

@@ -1,0 +1,76 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from dspark.training.recipe import load_recipe
+from dspark.training.schedule import learning_rate_factor
+
+SHIPPED = Path(__file__).parents[2] / "recipes"
+MINIMAL = "data: d\nout: o\ndrafter: {mask_token: 0, tap_layers: [1, 2]}\nbatch: {steps: 100}\n"
+
+
+def write(tmp_path: Path, text: str) -> Path:
+    path = tmp_path / "recipe.yaml"
+    path.write_text(text)
+    return path
+
+
+@pytest.mark.parametrize("path", sorted(SHIPPED.glob("*.yaml")), ids=lambda path: path.name)
+def test_shipped_recipes_are_valid(path: Path) -> None:
+    load_recipe(path)
+
+
+def test_overrides_reach_any_depth_and_are_yaml(tmp_path: Path) -> None:
+    recipe = load_recipe(
+        write(tmp_path, MINIMAL),
+        ["batch.steps=7", "batch.warmup_steps=1", "loss.decay=1e1", "drafter.tap_layers=[3, 5]", "held_out.patience=4"],
+    )
+    assert recipe.batch.steps == 7
+    assert recipe.loss.decay == 10.0
+    assert recipe.drafter.tap_layers == (3, 5)
+    assert recipe.held_out.patience == 4
+    assert recipe.states_directory == Path("o/states")
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["batch.step=3"], r"unknown key batch.step; did you mean batch.steps\?"),
+        (["learning_rate=3"], r"unknown key learning_rate; did you mean optimiser.learning_rate\?"),
+        (["optimizer.learning_rate=3"], r"unknown key optimizer; did you mean optimiser\?"),
+        (["loss.zzz=3"], r"unknown key loss.zzz; known keys are .*decay"),
+        (["batch.steps=many"], r"batch.steps is 'many'"),
+        (["batch.steps=20"], r"warmup_steps \(50\) must be smaller than steps \(20\)"),
+        (["drafter.markov_head=lstm"], r"drafter.markov_head is 'lstm'.*vanilla"),
+        (["batch.steps"], r"not of the form key=value"),
+        (["seed.steps=1"], r"seed is a value|seed"),
+        (["drafter.tap_layers=[1"], r"not valid YAML"),
+    ],
+)
+def test_mistakes_are_named_with_a_remedy(tmp_path: Path, overrides: list[str], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        load_recipe(write(tmp_path, MINIMAL), overrides)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("data: d", "out is missing"),
+        ("- a", "must be a YAML mapping"),
+        ("a: [", "not valid YAML"),
+        ("seed: 3\n" + MINIMAL + "seeds: 4\n", "unknown key seeds; did you mean seed"),
+    ],
+)
+def test_broken_files_are_named(tmp_path: Path, text: str, message: str) -> None:
+    with pytest.raises(ValueError, match=message) as caught:
+        load_recipe(write(tmp_path, text))
+    assert "recipe.yaml" in str(caught.value)
+
+
+def test_the_rate_warms_up_and_falls_to_its_final_fraction() -> None:
+    factors = [learning_rate_factor(s, warmup_steps=4, total_steps=20, final_fraction=0.1) for s in range(20)]
+    assert factors[:5] == pytest.approx([0.2, 0.4, 0.6, 0.8, 1.0])
+    assert all(a >= b for a, b in zip(factors[4:], factors[5:], strict=False))
+    assert factors[-1] == pytest.approx(0.1)
