@@ -78,8 +78,8 @@ def exact_law(table_SV: torch.Tensor, settings: SamplingSettings, length: int) -
 def test_sampled_outputs_follow_the_target(name: str, kind: str) -> None:
     target = TableTarget(random_table(VOCABULARY, 0))
     law = exact_law(target.table_SV, SETTINGS[name], 4)
-    random = np.random.default_rng(hash((name, kind)) % 1000).random
-    count = 1500
+    random = np.random.default_rng(len(name) * 10 + len(kind)).random
+    count = 800
     seen = Counter(
         run(kind, SETTINGS[name], target=target, max_tokens=4, random=random)[1].token_ids for _ in range(count)
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
@@ -143,16 +144,25 @@ def test_lower_precisions_stay_near_float32() -> None:
         assert 0 < distance < limit, dtype
 
 
+@pytest.mark.parametrize("name", ["llama", "qwen2-sliding", "gemma3"])
+@pytest.mark.parametrize("prompt_length", [3, 250, 300])
 @torch.no_grad()
-def test_int8_rows_do_not_depend_on_their_batch_mates() -> None:
-    model = ours(random_model(CONFIGS["llama"]), "int8")
-    text = torch.randint(0, 97, (7,))
-    alone = model.new_cache(1, 8)
-    one_by_one = [
-        model.forward(token[None], [Segment(0, position, 1)], alone).hidden_NH for position, token in enumerate(text)
+def test_int8_tokens_have_the_same_bits_alone_and_in_a_block(name: str, prompt_length: int) -> None:
+    """Verification computes what plain decoding would have computed, to the last bit; 256 is a boundary of key blocks."""
+    config = copy.deepcopy(CONFIGS[name])
+    config.max_position_embeddings = 512
+    model = ours(random_model(config), "int8")
+    text = torch.randint(0, 97, (prompt_length + 20,))
+    one_by_one, together = model.new_cache(1, 400), model.new_cache(1, 400)
+    for cache in (one_by_one, together):
+        model.forward(text[:prompt_length], [Segment(0, 0, prompt_length)], cache)
+    alone = [
+        model.forward(text[position : position + 1], [Segment(0, position, 1)], one_by_one).hidden_NH
+        for position in range(prompt_length, len(text))
     ]
-    together = model.forward(text, [Segment(0, 0, 7)], model.new_cache(1, 8)).hidden_NH
-    torch.testing.assert_close(together, torch.cat(one_by_one), atol=1e-4, rtol=0)
+    block = model.forward(text[prompt_length:], [Segment(0, prompt_length, 20)], together).hidden_NH
+    assert torch.equal(block, torch.cat(alone))
+    assert torch.equal(model.logits(block), torch.cat([model.logits(hidden) for hidden in alone]))
 
 
 @pytest.mark.parametrize(

@@ -41,7 +41,7 @@ def demo(
     prompts: PromptsOption = None,
     target: TargetOption = "embedded",
     drafter: DrafterOption = None,
-    dtype: DtypeOption = "float32",
+    dtype: DtypeOption = "auto",
     device: DeviceOption = "cpu",
     json: JsonOption = False,
 ) -> None:
@@ -70,7 +70,7 @@ def demo(
         )
 
     display = Display(console=console)
-    display.introduce(models, settings, dtype=dtype, device=device)
+    display.introduce(models, settings, device=device)
     comparisons: list[Comparison] = []
     interrupted = False
     try:
@@ -89,7 +89,7 @@ def demo(
             choices: dict[str, Any] = {
                 "target": models.target.name,
                 "drafter": models.drafter_name,
-                "dtype": dtype,
+                "dtype": models.target.model.compute_dtype,
                 "device": device,
             }
             sampling = {"temperature": temperature, "seed": seed, "max_tokens": max_tokens}

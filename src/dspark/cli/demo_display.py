@@ -51,12 +51,12 @@ class Display:
     def _styled(self) -> bool:
         return self.console.is_terminal and self.console.color_system is not None
 
-    def introduce(self, models: Models, settings: SamplingSettings, *, dtype: str, device: str) -> None:
+    def introduce(self, models: Models, settings: SamplingSettings, *, device: str) -> None:
         mode = "greedy" if settings.is_greedy else f"temperature {settings.temperature:g}"
         seed = "" if settings.seed is None else f", seed {settings.seed}"
         self.console.print(
             Text(
-                f"{models.target.name}, {dtype} on {device}, {mode}{seed}; drafter: {models.drafter_name}", style="dim"
+                f"{models.target.name}, {models.target.model.compute_dtype} on {device}, {mode}{seed}; drafter: {models.drafter_name}", style="dim"
             )
         )
         mark = Text("like this", style=ACCEPTED_STYLE) if self._styled else Text("«like this»")

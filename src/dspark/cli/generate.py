@@ -67,7 +67,7 @@ def generate(
         bool,
         Parameter(negative=(), show_default=False, group=MODELS, help="The target alone, as with `--drafter none`."),
     ] = False,
-    dtype: DtypeOption = "float32",
+    dtype: DtypeOption = "auto",
     device: DeviceOption = "cpu",
     temperature: TemperatureOption = 0.0,
     top_p: TopPOption = 1.0,

@@ -37,12 +37,13 @@ class LoadedTarget:
     stop_token_ids: frozenset[int]
 
 
-def load_target(name_or_path: str = "embedded", *, dtype: str = "float32", device: str = "cpu") -> LoadedTarget:
+def load_target(name_or_path: str = "embedded", *, dtype: str = "auto", device: str = "cpu") -> LoadedTarget:
     """Load a target and its tokenizer.
 
     Args:
         name_or_path: ``embedded``, a checkpoint directory, a ``.gguf`` file, or a hub name.
-        dtype: ``float32``, ``bfloat16`` or ``int8``.
+        dtype: ``float32``, ``bfloat16``, ``int8``, or ``auto`` (see :func:`resolve_dtype`); what was taken is
+            ``model.compute_dtype``.
         device: where to run it.
 
     Raises:
@@ -61,13 +62,21 @@ def load_target(name_or_path: str = "embedded", *, dtype: str = "float32", devic
         tokenizer = AutoTokenizer.from_pretrained(path)
         generation = _read_json(path / "generation_config.json", required=False)
     config = DecoderConfig.from_huggingface(raw)
-    decoder = Decoder(config, weights, compute_dtype=dtype, device=device)
+    decoder = Decoder(config, weights, compute_dtype=resolve_dtype(dtype, device), device=device)
     return LoadedTarget(
         model=decoder,
         tokenizer=tokenizer,
         name=EMBEDDED_NAME if name_or_path == "embedded" else name_or_path,
         stop_token_ids=_stop_token_ids(raw, generation, tokenizer),
     )
+
+
+def resolve_dtype(dtype: str, device: str) -> str:
+    """``auto`` is int8 on a CPU with the kernels for it (x86), where it is by far the fastest, and bfloat16 elsewhere."""
+    if dtype != "auto":
+        return dtype
+    has_int8 = torch.device(device).type == "cpu" and "fbgemm" in torch.backends.quantized.supported_engines
+    return "int8" if has_int8 else "bfloat16"
 
 
 def _resolve(name_or_path: str) -> Path:

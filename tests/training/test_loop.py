@@ -1,0 +1,258 @@
+from __future__ import annotations
+
+import json
+import os
+import signal
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from dspark.drafters.checkpoint import load_drafter
+from dspark.models.loading import LoadedTarget
+from dspark.training.data.rows import DataRow
+from dspark.training.loop import DivergenceError, StepResult, Trainer, TrainingResult
+from dspark.training.recipe import Recipe
+from dspark.training.run import plan_run, prepare_run
+from tests.training.tiny import greedy_rows, tiny_recipe, tiny_target, write_rows
+
+
+@pytest.fixture(scope="module")
+def target() -> LoadedTarget:
+    return tiny_target(sharpness=8.0)
+
+
+@pytest.fixture(scope="module")
+def rows(target: LoadedTarget) -> list[DataRow]:
+    return greedy_rows(target, rows=8, copies=3)
+
+
+@pytest.fixture
+def data(rows: list[DataRow], tmp_path: Path) -> Path:
+    return write_rows(tmp_path / "data", rows)
+
+
+def open_trainer(recipe: Recipe, target: LoadedTarget, *, resume: bool = True) -> Trainer:
+    return Trainer(prepare_run(plan_run(recipe, target), resume=resume), resume=resume)
+
+
+def log(out: Path, event: str) -> list[dict[str, Any]]:
+    entries = [json.loads(line) for line in (out / "log.jsonl").read_text().splitlines()]
+    return [{k: v for k, v in entry.items() if k != "seconds"} for entry in entries if entry["event"] == event]
+
+
+class Killed(BaseException):
+    """Stands for kill -9: nothing after it runs but finally blocks."""
+
+
+def run_and_kill(trainer: Trainer, step: int) -> None:
+    def on_step(result: StepResult) -> None:
+        if result.step == step:
+            raise Killed
+
+    with pytest.raises(Killed):
+        trainer.run(on_step=on_step)
+
+
+@pytest.mark.parametrize("head", ["vanilla", "gated", "rnn", "none"])
+def test_a_killed_run_goes_on_with_the_same_loss_curve(
+    head: str, target: LoadedTarget, data: Path, tmp_path: Path
+) -> None:
+    drafter = {"markov_head": head}
+    whole = tiny_recipe(data, tmp_path / "whole", drafter=drafter)
+    killed = tiny_recipe(data, tmp_path / "killed", drafter=drafter, states={"directory": tmp_path / "whole/states"})
+    result = open_trainer(whole, target).run()
+    run_and_kill(open_trainer(killed, target), 3)  # before the first checkpoint
+    run_and_kill(open_trainer(killed, target), 7)
+    resumed = open_trainer(killed, target)
+    assert resumed.step == 6  # the best held-out evaluation was saved there
+    again = resumed.run()
+    for event in ("step", "held_out"):
+        assert log(tmp_path / "killed", event) == log(tmp_path / "whole", event)
+    assert [entry["step"] for entry in log(tmp_path / "killed", "step")] == list(range(1, 13))
+    assert again.best == result.best
+    assert result.drafter is not None
+    assert again.drafter is not None
+    one, two = (load_drafter(path, target.model).state_dict() for path in (result.drafter, again.drafter))
+    assert all(torch.equal(one[name], two[name]) for name in one)
+
+
+def test_the_answers_are_learnt_by_heart(target: LoadedTarget, data: Path, tmp_path: Path) -> None:
+    recipe = tiny_recipe(
+        data,
+        tmp_path / "run",
+        drafter={"num_layers": 2, "draft_vocab_size": 61},
+        batch={"steps": 150, "blocks_per_step": 64, "warmup_steps": 5},
+        optimiser={"learning_rate": 0.01},
+        held_out={"every_steps": 75},
+        checkpoint={"every_steps": 75},
+    )
+    result = open_trainer(recipe, target).run()
+    assert result.best is not None
+    # Held-out rows are copies of training rows: a drafter that knows them has all 3 tokens of a block accepted.
+    assert result.best["sampled"]["value"] > 3.6
+    assert result.best["greedy"]["value"] > 3.7
+    assert result.end == "finished"
+
+
+def test_a_checkpoint_is_form_a_with_its_origin(target: LoadedTarget, data: Path, tmp_path: Path) -> None:
+    recipe = tiny_recipe(data, tmp_path / "run")
+    result = open_trainer(recipe, target).run()
+    assert result.drafter == tmp_path / "run" / "drafter"
+    drafter = load_drafter(result.drafter, target.model)
+    assert drafter.config.draft_vocab_size == 40
+    assert drafter.config.mask_token_id == 60
+    assert drafter.draft_token_ids_D is not None
+    assert 1 in drafter.draft_token_ids_D.tolist()  # the end token, though no answer has it
+    assert sorted(path.name for path in result.drafter.iterdir()) == [
+        "config.json",
+        "model.safetensors",
+        "provenance.json",
+    ]
+    origin = json.loads((result.drafter / "provenance.json").read_text())
+    assert origin["recipe"]["batch"]["steps"] == 12
+    assert origin["versions"]["torch"] == torch.__version__
+    assert origin["data"]["training_rows"] + origin["data"]["held_out_rows"] == 24
+    assert {"command", "commit", "machine", "target", "held_out", "step", "draft_vocabulary_coverage"} <= origin.keys()
+    kept = sorted(path.name for path in (tmp_path / "run" / "checkpoints").iterdir())
+    assert f"step-{result.best_step:06d}" in kept
+    assert "step-000012" in kept
+    assert len(kept) <= 3
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_ends_the_run_with_a_checkpoint(
+    number: signal.Signals, target: LoadedTarget, data: Path, tmp_path: Path
+) -> None:
+    recipe = tiny_recipe(data, tmp_path / "run")
+
+    def on_step(result: StepResult) -> None:
+        if result.step == 5:
+            os.kill(os.getpid(), number)
+
+    before = signal.getsignal(number)
+    result = open_trainer(recipe, target).run(on_step=on_step)
+    assert (result.end, result.steps, result.drafter) == ("interrupted", 5, None)
+    assert signal.getsignal(number) == before
+    assert open_trainer(recipe, target).step == 5
+
+
+def test_a_loss_that_is_not_finite_stops_and_keeps_the_last_checkpoint(
+    target: LoadedTarget, data: Path, tmp_path: Path
+) -> None:
+    recipe = tiny_recipe(data, tmp_path / "run")
+    trainer = open_trainer(recipe, target)
+
+    def on_step(result: StepResult) -> None:
+        if result.step == 5:
+            with torch.no_grad():
+                trainer.drafter.fc.weight[0, 0] = float("nan")
+
+    with pytest.raises(DivergenceError, match=r"step 6: the loss is nan; the last good checkpoint is .*step-000004"):
+        trainer.run(on_step=on_step)
+    assert open_trainer(recipe, target).step == 4
+
+
+def test_early_stop(target: LoadedTarget, data: Path, tmp_path: Path) -> None:
+    recipe = tiny_recipe(
+        data,
+        tmp_path / "run",
+        optimiser={"learning_rate": 1e-12, "muon_learning_rate": 1e-12},
+        held_out={"every_steps": 2, "patience": 2},
+    )
+    result = open_trainer(recipe, target).run()
+    assert result.end == "early_stop"
+    assert result.steps < 12
+    assert result.drafter is not None
+
+
+def test_a_grown_data_set_does_not_change_a_run_that_goes_on(
+    target: LoadedTarget, rows: list[DataRow], data: Path, tmp_path: Path
+) -> None:
+    recipe = tiny_recipe(data, tmp_path / "run")
+    run_and_kill(open_trainer(recipe, target), 5)
+    write_rows(data, [*rows, *(replace(row, id=f"new/{row.id}") for row in rows[:3])])
+    run = prepare_run(plan_run(recipe, target), resume=True)
+    assert run.new_rows == 3
+    assert len(run.training_rows) + len(run.held_out_rows) == 24
+    assert Trainer(run, resume=True).step == 4
+    fresh = prepare_run(plan_run(recipe, target), resume=False)
+    assert len(fresh.training_rows) + len(fresh.held_out_rows) == 27
+    assert Trainer(fresh, resume=False).step == 0
+    write_rows(data, rows[1:])
+    with pytest.raises(ValueError, match=r"rows of the run in .* are not in .* any more"):
+        prepare_run(plan_run(recipe, target), resume=True)
+
+
+def test_another_recipe_in_the_same_directory_is_refused(target: LoadedTarget, data: Path, tmp_path: Path) -> None:
+    run_and_kill(open_trainer(tiny_recipe(data, tmp_path / "run"), target), 5)
+    with pytest.raises(ValueError, match=r"another recipe \(batch.steps was 12 and is 20; seed.*initialise_from") as e:
+        recipe = tiny_recipe(data, tmp_path / "run", batch={"steps": 20})
+        prepare_run(plan_run(recipe.model_copy(update={"seed": 3}), target), resume=True)
+    assert "--no-resume" in str(e.value)
+    prepare_run(plan_run(tiny_recipe(data, tmp_path / "run", checkpoint={"keep": 1}), target), resume=True)
+
+
+def test_going_on_from_a_given_drafter(target: LoadedTarget, data: Path, tmp_path: Path) -> None:
+    first = open_trainer(tiny_recipe(data, tmp_path / "one"), target).run()
+    assert first.drafter is not None
+    states = {"directory": tmp_path / "one/states"}
+    recipe = tiny_recipe(data, tmp_path / "two", drafter={"initialise_from": first.drafter}, states=states)
+    trainer = open_trainer(recipe, target)
+    assert trainer.step == 0
+    given = load_drafter(first.drafter, target.model)
+    assert torch.equal(trainer.drafter.fc.weight, given.fc.weight)
+    other = {"initialise_from": first.drafter, "num_layers": 2}
+    with pytest.raises(ValueError, match=r"differs from the recipe in num_hidden_layers 1 \(recipe: 2\)"):
+        open_trainer(tiny_recipe(data, tmp_path / "three", drafter=other, states=states), target)
+
+
+def test_autocast_and_backbone_confidence_train_too(target: LoadedTarget, data: Path, tmp_path: Path) -> None:
+    recipe = tiny_recipe(
+        data,
+        tmp_path / "run",
+        batch={"autocast": True},
+        loss={"confidence_reaches_backbone": True},
+        drafter={"sample_from_anchor": False},
+    )
+    result: TrainingResult = open_trainer(recipe, target).run()
+    steps = log(tmp_path / "run", "step")
+    assert steps[-1]["loss"] < steps[0]["loss"]
+    assert result.end == "finished"
+
+
+def test_confidence_loss_stays_in_its_head_unless_asked(target: LoadedTarget, data: Path, tmp_path: Path) -> None:
+    gradients = {}
+    for reaches in (False, True):
+        loss = {"cross_entropy": 0.0, "total_variation": 0.0, "confidence_reaches_backbone": reaches}
+        recipe = tiny_recipe(data, tmp_path / str(reaches), loss=loss)
+        trainer = open_trainer(recipe, target)
+        before = trainer.drafter.layers[0].mlp.up_proj.weight.clone()  # type: ignore[union-attr, operator]
+        with pytest.raises(Killed):
+            run_one(trainer)
+        gradients[reaches] = not torch.equal(before, trainer.drafter.layers[0].mlp.up_proj.weight)  # type: ignore[union-attr, arg-type]
+    assert gradients == {False: False, True: True}
+
+
+def run_one(trainer: Trainer) -> None:
+    def on_step(result: StepResult) -> None:
+        raise Killed
+
+    trainer.run(on_step=on_step)
+
+
+def test_unusable_settings_are_refused_before_anything_is_computed(
+    target: LoadedTarget, data: Path, tmp_path: Path
+) -> None:
+    for section, message in (
+        ({"tap_layers": [3]}, "final"),
+        ({"mask_token": "<no such token>"}, "mask_token"),
+        ({"draft_vocab_size": 1000}, "draft_vocab_size"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            plan_run(tiny_recipe(data, tmp_path / "run", drafter=section), target)
+    assert not (tmp_path / "run").exists()
+    with pytest.raises(FileNotFoundError, match="dspark data"):
+        plan_run(tiny_recipe(tmp_path / "nowhere", tmp_path / "run"), target)
