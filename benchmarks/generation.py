@@ -1,10 +1,10 @@
-"""Real decoding of benchmark prompts with the drafter: accepted length by domain, speed and identity against no speculation.
+"""Decode benchmark prompts with the drafter: accepted length by domain, speed and identity against no speculation.
 
     python benchmarks/generation.py --prompts DIRECTORY --out results.json --temperature 0 --baseline
 
-DIRECTORY holds JSONL files of {"turns": [...]} named as below; the first turn of each prompt is asked through the chat
-template. Every answer is appended to OUT's neighbour ``.rows.jsonl`` as it ends, so a run that stopped goes on. Counts are
-pooled over all rounds of all prompts of a domain; ``macro`` is the mean over domains.
+DIRECTORY holds JSONL files of {"turns": [...]} named as below; the first turn of each prompt is asked through the
+chat template. Every answer is appended to OUT's neighbour ``.rows.jsonl`` as it ends, so a run that stopped goes on.
+Counts are pooled over all rounds of all prompts of a domain; ``macro`` is the mean over domains.
 """
 
 from __future__ import annotations
@@ -64,7 +64,8 @@ def pooled(results: list[dict[str, Any]]) -> dict[str, Any]:
             round(a / r, 4) if r else None for a, r in zip(by_position["accepted"], by_position["reached"], strict=True)
         ],
         "prefix_survival": [
-            round(a / v, 4) if v else None for a, v in zip(by_position["accepted"], by_position["verified"], strict=True)
+            round(a / v, 4) if v else None
+            for a, v in zip(by_position["accepted"], by_position["verified"], strict=True)
         ],
         "decode_tokens_per_second": (tokens - len(results)) / decode_seconds,
     }
@@ -154,7 +155,9 @@ def main() -> None:
     result = {"settings": {k: str(v) for k, v in vars(arguments).items()}, **summary(rows), "provenance": provenance()}
     arguments.out.write_text(json.dumps(result, indent=1) + "\n")
 
-    table = Table("domain", "answers", "accepted length", "acceptance by position", "tok/s", "plain", "speed-up", "identical")
+    table = Table(
+        "domain", "answers", "accepted length", "acceptance by position", "tok/s", "plain", "speed-up", "identical"
+    )
     for domain, d in result["domains"].items():
         table.add_row(
             domain,

@@ -76,7 +76,9 @@ def test_tokenizer_is_that_of_the_model() -> None:
     assert [t for t in tokens if t in "0123456789"] == ["2", "0", "2", "6"]
     assert tokens[-1] == "<|im_end|>"
     assert tokenizer.decode(ids) == text
-    chat = tokenizer.apply_chat_template([{"role": "user", "content": "Hi"}], tokenize=False, add_generation_prompt=True)
+    chat = tokenizer.apply_chat_template(
+        [{"role": "user", "content": "Hi"}], tokenize=False, add_generation_prompt=True
+    )
     assert chat == (
         "<|im_start|>system\nYou are a helpful AI assistant named SmolLM, trained by Hugging Face<|im_end|>\n"
         "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n"

@@ -88,9 +88,7 @@ class TableTarget:
 class TableDrafter:
     """Implements :class:`dspark.drafters.protocol.Drafter` over the columns ``draft_token_ids_D`` (all if None)."""
 
-    def __init__(
-        self, table_SD: torch.Tensor, block_size: int, draft_token_ids_D: torch.Tensor | None = None
-    ) -> None:
+    def __init__(self, table_SD: torch.Tensor, block_size: int, draft_token_ids_D: torch.Tensor | None = None) -> None:
         self.table_SD = table_SD
         self.block_size = block_size
         self.tap_layers = (0,)

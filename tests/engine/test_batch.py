@@ -75,7 +75,16 @@ def test_requests_may_depend_on_completions() -> None:
 
     for completion in generator.run(requests()):
         done.append(completion)
-    assert sorted(c.request_id for c in done) == ["again-1", "again-2", "again-3", "again-4", "again-5", "r0", "r1", "r2"]
+    assert sorted(c.request_id for c in done) == [
+        "again-1",
+        "again-2",
+        "again-3",
+        "again-4",
+        "again-5",
+        "r0",
+        "r1",
+        "r2",
+    ]
 
 
 def test_max_length_ends_a_request() -> None:

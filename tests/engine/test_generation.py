@@ -53,9 +53,7 @@ SETTINGS = {
     "plain": SamplingSettings(temperature=1.0),
     "cool-top-k": SamplingSettings(temperature=0.6, top_k=3),
     "top-p": SamplingSettings(temperature=1.3, top_p=0.8),
-    "penalised": SamplingSettings(
-        temperature=0.9, repetition_penalty=1.4, frequency_penalty=0.5, logit_bias={1: 0.7}
-    ),
+    "penalised": SamplingSettings(temperature=0.9, repetition_penalty=1.4, frequency_penalty=0.5, logit_bias={1: 0.7}),
 }
 
 
@@ -176,9 +174,7 @@ def test_positions_after_a_stop_inside_the_block_are_not_judged() -> None:
         table[state, 1 if state != 5 else 4] = 1.0
     target = TableTarget(table / table.sum(-1, keepdim=True))
     drafter = TableDrafter(target.table_SV, 3)
-    events = list(
-        generate(target, drafter, [2], SamplingSettings(), max_tokens=20, stop_token_ids=frozenset({4}))
-    )
+    events = list(generate(target, drafter, [2], SamplingSettings(), max_tokens=20, stop_token_ids=frozenset({4})))
     result = events[-1].result
     assert result is not None
     # 2 | 1 (prefill), then draft 1 1 4: state 2, 3, 4, 5.
@@ -209,7 +205,9 @@ def test_stop_strings_are_cut_out_and_never_shown(kind: str) -> None:
 
 
 def test_text_of_the_events_is_the_text_of_the_result() -> None:
-    events, result = run("near", SamplingSettings(seed=4, temperature=1.0), max_tokens=25, tokenizer=character_tokenizer())
+    events, result = run(
+        "near", SamplingSettings(seed=4, temperature=1.0), max_tokens=25, tokenizer=character_tokenizer()
+    )
     assert "".join(event.text for event in events) == result.text == character_tokenizer().decode(result.token_ids)
 
 

@@ -148,7 +148,7 @@ def test_lower_precisions_stay_near_float32() -> None:
 @pytest.mark.parametrize("prompt_length", [3, 250, 300])
 @torch.no_grad()
 def test_int8_tokens_have_the_same_bits_alone_and_in_a_block(name: str, prompt_length: int) -> None:
-    """Verification computes what plain decoding would have computed, to the last bit; 256 is a boundary of key blocks."""
+    """Verification computes what plain decoding would have, to the last bit; 256 is a boundary of key blocks."""
     config = copy.deepcopy(CONFIGS[name])
     config.max_position_embeddings = 512
     model = ours(random_model(config), "int8")
@@ -183,7 +183,10 @@ def test_int8_tokens_have_the_same_bits_alone_and_in_a_block(name: str, prompt_l
             },
             "partial_rotary_factor",
         ),
-        ({**Gemma3TextConfig(**COMMON, head_dim=8).to_dict(), "attn_logit_softcapping": 50.0}, "attn_logit_softcapping"),
+        (
+            {**Gemma3TextConfig(**COMMON, head_dim=8).to_dict(), "attn_logit_softcapping": 50.0},
+            "attn_logit_softcapping",
+        ),
         (
             {**Gemma3TextConfig(**COMMON, head_dim=8).to_dict(), "use_bidirectional_attention": True},
             "use_bidirectional_attention",

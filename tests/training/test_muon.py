@@ -55,6 +55,20 @@ def test_matrices_are_stacked_without_mixing() -> None:
         torch.testing.assert_close(parameter, alone, rtol=1e-4, atol=1e-6)
 
 
+def test_column_scales_make_the_size_of_inputs_irrelevant() -> None:
+    generator = torch.Generator().manual_seed(0)
+    scale = torch.logspace(-2, 3, 12)
+    plain = torch.nn.Parameter(torch.randn(8, 12, generator=generator))
+    scaled = torch.nn.Parameter(plain.detach() / scale)
+    ours, theirs = Muon([scaled], column_scales={scaled: scale}), Muon([plain])
+    for _ in range(3):
+        plain.grad = torch.randn(8, 12, generator=generator)
+        scaled.grad = plain.grad * scale  # of inputs that are larger by the scale
+        ours.step()
+        theirs.step()
+    torch.testing.assert_close(scaled * scale, plain, rtol=1e-4, atol=1e-5)
+
+
 def test_vectors_are_refused() -> None:
     with pytest.raises(ValueError, match="give it to AdamW"):
         Muon([torch.nn.Parameter(torch.zeros(4))])

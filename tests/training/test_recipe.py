@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -72,5 +73,5 @@ def test_broken_files_are_named(tmp_path: Path, text: str, message: str) -> None
 def test_the_rate_warms_up_and_falls_to_its_final_fraction() -> None:
     factors = [learning_rate_factor(s, warmup_steps=4, total_steps=20, final_fraction=0.1) for s in range(20)]
     assert factors[:5] == pytest.approx([0.2, 0.4, 0.6, 0.8, 1.0])
-    assert all(a >= b for a, b in zip(factors[4:], factors[5:], strict=False))
+    assert all(a >= b for a, b in pairwise(factors[4:]))
     assert factors[-1] == pytest.approx(0.1)

@@ -11,7 +11,16 @@ import torch
 from dspark.models.loading import LoadedTarget
 from dspark.training.anchors import anchor_positions
 from dspark.training.data.rows import DataRow
-from dspark.training.states import StateStore, StoreSpec, build_states, estimate_states, store_spec
+from dspark.training.states import (
+    RowStates,
+    StateStore,
+    StoredRow,
+    StoreSpec,
+    build_states,
+    estimate_states,
+    store_spec,
+)
+from dspark.training.tap_scale import tap_scale
 from dspark.types import Segment
 from tests.training.tiny import HIDDEN, VOCAB, greedy_rows, tiny_target
 
@@ -133,7 +142,7 @@ def test_damage_is_found_and_named(target: LoadedTarget, rows: list[DataRow], sp
     with pytest.raises(ValueError, match=r"shard-00000.safetensors is missing"):
         StateStore.open(tmp_path, spec)
     (tmp_path / "index.json").write_text("{")
-    with pytest.raises(ValueError, match="index.json is damaged"):
+    with pytest.raises(ValueError, match=r"index.json is damaged"):
         StateStore.open(tmp_path)
     with pytest.raises(ValueError, match="holds no teacher states"):
         StateStore.open(tmp_path / "elsewhere")
@@ -149,7 +158,7 @@ def test_a_store_of_other_settings_or_rows_is_refused(
     with pytest.raises(ValueError, match="target_fingerprint"):
         StateStore.open(tmp_path, other)
     changed = replace(rows[0], token_ids=(*rows[0].token_ids[:-1], 7))
-    with pytest.raises(ValueError, match="row toy/0-000 is not the one"):
+    with pytest.raises(ValueError, match=r"row toy/0-000 is not the one"):
         build_states(target.model, [changed], tmp_path, spec)
     index = json.loads((tmp_path / "index.json").read_text())
     (tmp_path / "index.json").write_text(json.dumps({**index, "format": 99}))
@@ -199,3 +208,23 @@ def test_bfloat16_targets_are_stored_too(rows: list[DataRow], tmp_path: Path) ->
     spec = store_spec(target.model, tap_layers=(1,), max_length=100, target_dtype="bfloat16")
     store = build_states(target.model, rows[:1], tmp_path, spec)
     assert store.read(store.rows[0]).taps_ST.shape == (len(rows[0].token_ids), HIDDEN)
+
+
+def test_the_tap_scale_is_the_usual_size_not_the_massive_one(
+    target: LoadedTarget, rows: list[DataRow], spec: StoreSpec, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = build_states(target.model, rows, tmp_path, spec)
+    usual = tap_scale(store, store.rows)
+    deviation = torch.cat([store.read(row).taps_ST.float() for row in store.rows]).square().mean(dim=0).sqrt()
+    assert usual.shape == (2 * HIDDEN,)
+    assert ((usual / deviation).log().abs() < 0.7).all()
+    read = StateStore.read
+
+    def with_a_massive_first_token(self: StateStore, row: StoredRow) -> RowStates:
+        states = read(self, row)
+        taps_ST = states.taps_ST.clone()
+        taps_ST[0] = 1e4
+        return replace(states, taps_ST=taps_ST)
+
+    monkeypatch.setattr(StateStore, "read", with_a_massive_first_token)
+    assert (tap_scale(store, store.rows) / usual < 1.3).all()

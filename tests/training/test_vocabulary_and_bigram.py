@@ -54,7 +54,7 @@ def test_bigrams_do_not_cross_spans_or_leave_the_vocabulary() -> None:
             strict=True,
         )
     }
-    # 3->4 leaves the vocabulary, 4->1 has a predecessor outside it (allowed), 1->2 across the two spans is not a bigram.
+    # 3->4 leaves the vocabulary; 4->1 only has its predecessor outside; 1->2 across the two spans is not a bigram.
     assert pairs == {(1, 1): 2, (2, 2): 1, (4, 0): 1, (2, 0): 1}
     assert counts.total == 5
     with pytest.raises(ValueError, match="no response with two tokens"):

@@ -129,14 +129,10 @@ class BatchGenerator:
         rows = [self._row(slot) for slot in slots]
         yield from self._step(slots, [(row.generated[-1],) for row in rows], starts=[row.position for row in rows])
 
-    def _step(
-        self, slots: list[int], inputs: list[tuple[int, ...]], starts: list[int]
-    ) -> Iterator[BatchCompletion]:
+    def _step(self, slots: list[int], inputs: list[tuple[int, ...]], starts: list[int]) -> Iterator[BatchCompletion]:
         """Feed ``inputs``, append one sampled token to each row, and yield the rows that end."""
         device = self._target.device
-        segments = [
-            Segment(slot, start, len(ids)) for slot, start, ids in zip(slots, starts, inputs, strict=True)
-        ]
+        segments = [Segment(slot, start, len(ids)) for slot, start, ids in zip(slots, starts, inputs, strict=True)]
         flat = torch.tensor([token for ids in inputs for token in ids], device=device)
         hidden_NH = self._target.forward(flat, segments, self._cache).hidden_NH
         last_R = torch.tensor([segment.length for segment in segments], device=device).cumsum(0) - 1

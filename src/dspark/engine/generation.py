@@ -33,9 +33,9 @@ def generate(
     tokenizer: PreTrainedTokenizerBase | None = None,
     random: Callable[[], float] | None = None,
 ) -> Iterator[RoundEvent]:
-    """Continue ``prompt_ids``, speculatively if there is a drafter; the output distribution is the target's either way.
+    """Continue ``prompt_ids``, speculatively if there is a drafter; what comes out is the target's either way.
 
-    Arguments are checked here; the work happens as the returned iterator is advanced. The last event carries the result.
+    Arguments are checked here; the work happens as the iterator is advanced. The last event carries the result.
 
     Args:
         max_tokens: generated tokens at most; the context's end may come first.

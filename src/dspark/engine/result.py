@@ -18,11 +18,11 @@ class GenerationResult:
         finish_reason: ``stop`` (stop token or stop string) or ``length`` (``max_tokens`` or the end of the context).
         rounds: target passes after the prompt's.
         drafted, verified, accepted: draft tokens proposed, sent to the target, committed.
-        accepted_length: tokens committed in rounds / rounds (bonus and correction included); 0 without a round.
+        accepted_length: tokens committed in rounds / rounds, bonus and correction included; 0 without a round.
         seconds: wall time, of it ``prefill_seconds`` for the prompt, ``draft_seconds`` and ``verify_seconds``.
-        accepted_per_position, reached_per_position, verified_per_position: rounds, for draft position 1, 2, ..., in which
-            the token was accepted / was verified and all before it were accepted / was verified. Positions after a cut
-            are in none. accepted / reached is the conditional acceptance, accepted / verified the prefix survival.
+        accepted_per_position, reached_per_position, verified_per_position: rounds, for draft position 1, 2, ..., in
+            which the token was accepted / was verified and all before it were accepted / was verified. Positions after
+            a cut are in none. accepted / reached is the conditional acceptance, accepted / verified the prefix survival.
     """
 
     text: str

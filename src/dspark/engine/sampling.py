@@ -113,7 +113,7 @@ class GreedySampling:
 
 
 class CoupledSampling:
-    """Seeded coupling: the target's own sample at a position is a function of (prefix, seed); drafts share its noise."""
+    """Seeded coupling: the target's sample at a position is a function of (prefix, seed); drafts share its noise."""
 
     def __init__(self, state: _RequestState, seed: int) -> None:
         self._state = state

@@ -37,7 +37,7 @@ class IncrementalText:
         return "".join(self._shown)
 
     def push(self, token_id: int) -> str:
-        """Take one token and return the text that is now safe to show; sets ``stopped`` when a stop string is complete."""
+        """Take one token, return the text that is now safe to show; sets ``stopped`` when a stop string is complete."""
         self._token_ids.append(token_id)
         self._held += self._new_text(final=False)
         stop_at = min((at for stop in self._stop_strings if (at := self._held.find(stop)) >= 0), default=-1)

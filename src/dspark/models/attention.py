@@ -1,8 +1,9 @@
 """Attention over slots: padding exists only here, laid out once per pass and shared by all layers.
 
-Two ways to compute it. The general one pads the batch and calls PyTorch's fused kernel. The *invariant* one is for a single
-request's few new tokens in the int8 path: the shapes of its products depend on a token's own position only, never on how
-many tokens are computed with it, so that a token gets the same bits alone (plain decoding) and in a block (verification).
+Two ways to compute it. The general one pads the batch and calls PyTorch's fused kernel. The *invariant* one is for a
+single request's few new tokens in the int8 path: the shapes of its products depend on a token's own position alone,
+never on how many tokens are computed with it, so that a token gets the same bits alone (plain decoding) and in a block
+(verification).
 """
 
 from __future__ import annotations

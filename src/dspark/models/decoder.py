@@ -151,9 +151,7 @@ class Decoder:
         c = self._config
         group = c.num_heads // c.num_kv_heads
         # int8 products are exact sums: with invariant attention the whole pass is.
-        plan = AttentionPlan(
-            segments, self._device, self._dtype, c.sliding_window, group, invariant=self._quantised
-        )
+        plan = AttentionPlan(segments, self._device, self._dtype, c.sliding_window, group, invariant=self._quantised)
         rope = self._rope.lookup(plan.positions_N, plan.max_position)
         sliding_rope = rope
         if self._sliding_rope is not self._rope:
@@ -197,7 +195,14 @@ class Decoder:
             qk_NhD = functional.rms_norm(qk_NhD, (c.head_dim,), None, c.norm_eps) * layer.qk_norm_hD
         q_NhD, k_NhD = rotate(qk_NhD, *rope).split([c.num_heads, c.num_kv_heads], dim=1)
         attended_NhD = attend(
-            q_NhD, k_NhD, v_NhD, cache.keys[index], cache.values[index], plan, scale=c.query_scale, sliding=layer.is_sliding
+            q_NhD,
+            k_NhD,
+            v_NhD,
+            cache.keys[index],
+            cache.values[index],
+            plan,
+            scale=c.query_scale,
+            sliding=layer.is_sliding,
         )
         return layer.output(attended_NhD.flatten(1))
 
@@ -241,9 +246,7 @@ class Decoder:
             # Llama names the norm before the MLP "post attention"; Gemma has one in each place.
             post_attention_norm_H=norm("post_attention_layernorm") if c.sandwich_norms else None,
             mlp_norm_H=norm("pre_feedforward_layernorm" if c.sandwich_norms else "post_attention_layernorm"),
-            gate_up=projection(
-                ("mlp.gate_proj", "mlp.up_proj"), (c.intermediate_size,) * 2, c.hidden_size, c.mlp_bias
-            ),
+            gate_up=projection(("mlp.gate_proj", "mlp.up_proj"), (c.intermediate_size,) * 2, c.hidden_size, c.mlp_bias),
             down=projection(("mlp.down_proj",), (c.hidden_size,), c.intermediate_size, c.mlp_bias),
             post_mlp_norm_H=norm("post_feedforward_layernorm") if c.sandwich_norms else None,
             is_sliding=bool(c.sliding_layers) and c.sliding_layers[index],

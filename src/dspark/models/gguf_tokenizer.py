@@ -62,7 +62,9 @@ def tokenizer_from_gguf(metadata: dict[str, Any], path: Path) -> PreTrainedToken
     tokenizer.add_special_tokens(
         [AddedToken(t, special=True, normalized=False) for t, k in zip(tokens, kinds, strict=True) if k == _CONTROL]
     )
-    tokenizer.add_tokens([AddedToken(t, normalized=False) for t, k in zip(tokens, kinds, strict=True) if k == _USER_DEFINED])
+    tokenizer.add_tokens(
+        [AddedToken(t, normalized=False) for t, k in zip(tokens, kinds, strict=True) if k == _USER_DEFINED]
+    )
 
     special = {
         f"{role}_token": tokens[metadata[key]]

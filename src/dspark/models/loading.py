@@ -72,7 +72,7 @@ def load_target(name_or_path: str = "embedded", *, dtype: str = "auto", device: 
 
 
 def resolve_dtype(dtype: str, device: str) -> str:
-    """``auto`` is int8 on a CPU with the kernels for it (x86), where it is by far the fastest, and bfloat16 elsewhere."""
+    """``auto`` is int8 on a CPU with the kernels for it (x86), where it is the fastest, and bfloat16 elsewhere."""
     if dtype != "auto":
         return dtype
     has_int8 = torch.device(device).type == "cpu" and "fbgemm" in torch.backends.quantized.supported_engines
@@ -134,7 +134,9 @@ def _read_weights(directory: Path) -> dict[str, torch.Tensor]:
 
 def _language_model_name(key: str) -> str | None:
     """Strip the nesting of multimodal checkpoints; None for their vision tensors."""
-    if key.startswith(("vision_tower.", "multi_modal_projector.", "model.vision_tower.", "model.multi_modal_projector.")):
+    if key.startswith(
+        ("vision_tower.", "multi_modal_projector.", "model.vision_tower.", "model.multi_modal_projector.")
+    ):
         return None
     for prefix in ("model.language_model.", "language_model.model."):
         if key.startswith(prefix):

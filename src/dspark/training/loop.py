@@ -30,6 +30,7 @@ from dspark.training.optimisers import Optimisers
 from dspark.training.provenance import provenance
 from dspark.training.run import Run, batch_order, start_drafter
 from dspark.training.schedule import learning_rate_factor
+from dspark.training.tap_scale import tap_scale
 
 __all__ = ["DivergenceError", "StepResult", "Trainer", "TrainingResult"]
 
@@ -124,19 +125,20 @@ class Trainer:
             self._checkpoints.remove_all()
         self._progress = _Progress()
         self._facts: dict[str, Any] = {}
+        tap_scale_T = tap_scale(run.store, run.training_rows)
         if steps:
             state = self._checkpoints.load_state(steps[-1])
             self._drafter = load_drafter(
                 self._checkpoints.path(steps[-1]), run.target.model, device=recipe.device, dtype=torch.float32
             )
-            self._optimisers = Optimisers(self._drafter, recipe.optimiser)
+            self._optimisers = Optimisers(self._drafter, recipe.optimiser, tap_scale_T)
             self._optimisers.load_state_dict(state["optimisers"])
             self._progress = _Progress(**json.loads(state["progress"]))
             self._facts = json.loads(state["facts"])
         else:
-            start = start_drafter(run, on_bigram_step=on_bigram_step)
+            start = start_drafter(run, tap_scale_T, on_bigram_step=on_bigram_step)
             self._drafter = start.drafter
-            self._optimisers = Optimisers(self._drafter, recipe.optimiser)
+            self._optimisers = Optimisers(self._drafter, recipe.optimiser, tap_scale_T)
             self._facts = {"draft_vocabulary_coverage": start.coverage}
             if start.markov is not None:
                 self._facts["bigram"] = {

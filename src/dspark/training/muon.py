@@ -8,7 +8,7 @@ and iterated together. (K. Jordan et al., "Muon: an optimizer for hidden layers 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -53,7 +53,8 @@ class Muon(torch.optim.Optimizer):
     """Nesterov momentum, orthogonalised, with decoupled weight decay.
 
     Each matrix ``W[M, N]`` moves by ``lr · sqrt(max(1, M / N)) · orthogonalise(update)``: an update of spectral norm
-    near ``lr``, so ``lr`` means the same for every shape; 0.02 is usual.
+    near ``lr``, so ``lr`` means the same for every shape; 0.02 is usual. A matrix with column scales ``s``, the sizes of
+    its inputs, is trained as ``W diag(s)`` would be on inputs divided by ``s``: no input is favoured for being large.
     """
 
     def __init__(
@@ -64,6 +65,7 @@ class Muon(torch.optim.Optimizer):
         momentum: float = 0.95,
         weight_decay: float = 0.0,
         dtype: torch.dtype = torch.float32,
+        column_scales: Mapping[torch.nn.Parameter, Tensor] | None = None,
     ) -> None:
         """See the class; ``dtype`` is that of the Newton-Schulz iteration.
 
@@ -77,6 +79,7 @@ class Muon(torch.optim.Optimizer):
                     f"Muon is for matrices; a parameter has shape {tuple(parameter.shape)}: give it to AdamW"
                 )
         self.iteration_dtype = dtype
+        self._column_scales = dict(column_scales or {})
         super().__init__(
             [{"params": parameters}],
             {"lr": lr, "momentum": momentum, "weight_decay": weight_decay},
@@ -100,13 +103,19 @@ class Muon(torch.optim.Optimizer):
                 length = group["lr"] * max(1.0, rows / columns) ** 0.5
                 for parameter, update in zip(parameters, updates, strict=True):
                     parameter.mul_(1.0 - group["lr"] * group["weight_decay"])
-                    parameter.add_(update.to(parameter.dtype), alpha=-length)
+                    update = update.to(parameter.dtype)
+                    if (scale := self._column_scales.get(parameter)) is not None:
+                        update = update / scale
+                    parameter.add_(update, alpha=-length)
 
     def _nesterov(self, parameter: torch.nn.Parameter, momentum: float) -> Tensor:
-        assert parameter.grad is not None
+        gradient = parameter.grad
+        assert gradient is not None
+        if (scale := self._column_scales.get(parameter)) is not None:
+            gradient = gradient / scale
         state = self.state[parameter]
         if "momentum_buffer" not in state:
             state["momentum_buffer"] = torch.zeros_like(parameter)
         buffer: Tensor = state["momentum_buffer"]
-        buffer.lerp_(parameter.grad, 1.0 - momentum)
-        return parameter.grad.lerp(buffer, momentum)
+        buffer.lerp_(gradient, 1.0 - momentum)
+        return gradient.lerp(buffer, momentum)

@@ -42,6 +42,7 @@ class DrafterRecipe(_Section):
     mask_token: token id, or the token's text, whose embedding stands for "not yet known"; one that text never holds.
     tap_layers: target layers whose outputs are the context features; the final layer is not allowed.
     draft_vocab_size: most frequent response tokens that can be drafted; null for the target's whole vocabulary.
+    initial_output_scale: of the final norm at the start; the target's own is usually above it.
     initialise_from: directory of a drafter to go on from (same shape); null starts anew.
     """
 
@@ -59,6 +60,7 @@ class DrafterRecipe(_Section):
     confidence_head: bool = True
     confidence_head_with_markov: bool = True
     sample_from_anchor: bool = True
+    initial_output_scale: PositiveFloat = 0.5
     initialise_from: Path | None = None
 
 

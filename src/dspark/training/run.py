@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from dspark.drafters.checkpoint import load_drafter
 from dspark.drafters.config import DSparkConfig
@@ -217,8 +218,13 @@ def drafter_config(recipe: Recipe, target: LoadedTarget) -> DSparkConfig:
     )
 
 
-def start_drafter(run: Run, *, on_bigram_step: Callable[[int, float], None] | None = None) -> RunStart:
+def start_drafter(
+    run: Run, tap_scale_T: Tensor, *, on_bigram_step: Callable[[int, float], None] | None = None
+) -> RunStart:
     """The drafter a new run starts from: random, with the Markov head fitted to the data's bigrams, or a given one.
+
+    A random ``fc`` gives every tap feature the same part in the context, whatever its size (``tap_scale_T``), and the
+    final norm starts at ``initial_output_scale``, so that the bigrams are not drowned in the backbone's first noise.
 
     Raises:
         ValueError: ``drafter.initialise_from`` is a drafter of another shape.
@@ -242,6 +248,9 @@ def start_drafter(run: Run, *, on_bigram_step: Callable[[int, float], None] | No
         vocabulary.token_ids if config.has_reduced_vocabulary else None,
         generator=torch.Generator().manual_seed(recipe.seed),
     )
+    with torch.no_grad():
+        drafter.fc.weight.div_(tap_scale_T.to(drafter.device))
+        drafter.norm.weight.fill_(recipe.drafter.initial_output_scale)
     markov = None
     if config.markov_rank > 0 and config.markov_head_type == "vanilla" and recipe.bigram.steps > 0:
         markov = fit_markov_start(
