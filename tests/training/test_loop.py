@@ -190,9 +190,10 @@ def test_a_grown_data_set_does_not_change_a_run_that_goes_on(
 
 def test_another_recipe_in_the_same_directory_is_refused(target: LoadedTarget, data: Path, tmp_path: Path) -> None:
     run_and_kill(open_trainer(tiny_recipe(data, tmp_path / "run"), target), 5)
+    recipe = tiny_recipe(data, tmp_path / "run", batch={"steps": 20}).model_copy(update={"seed": 3})
+    plan = plan_run(recipe, target)
     with pytest.raises(ValueError, match=r"another recipe \(batch.steps was 12 and is 20; seed.*initialise_from") as e:
-        recipe = tiny_recipe(data, tmp_path / "run", batch={"steps": 20})
-        prepare_run(plan_run(recipe.model_copy(update={"seed": 3}), target), resume=True)
+        prepare_run(plan, resume=True)
     assert "--no-resume" in str(e.value)
     prepare_run(plan_run(tiny_recipe(data, tmp_path / "run", checkpoint={"keep": 1}), target), resume=True)
 
@@ -215,7 +216,7 @@ def test_autocast_and_backbone_confidence_train_too(target: LoadedTarget, data: 
     recipe = tiny_recipe(
         data,
         tmp_path / "run",
-        batch={"autocast": True},
+        batch={"autocast": True, "steps": 30},
         loss={"confidence_reaches_backbone": True},
         drafter={"sample_from_anchor": False},
     )

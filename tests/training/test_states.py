@@ -189,7 +189,7 @@ def test_long_rows_are_cut_and_rows_without_labels_left_out(
 
 
 def test_settings_that_the_target_cannot_have_are_refused(target: LoadedTarget) -> None:
-    with pytest.raises(ValueError, match="tap_layers has 3: .*the final one is not allowed"):
+    with pytest.raises(ValueError, match=r"tap_layers has 3: .*the final one is not allowed"):
         store_spec(target.model, tap_layers=(0, 3), max_length=100, target_dtype="float32")
     with pytest.raises(ValueError, match="max_length is 1000"):
         store_spec(target.model, tap_layers=(0,), max_length=1000, target_dtype="float32")

@@ -53,8 +53,8 @@ class Muon(torch.optim.Optimizer):
     """Nesterov momentum, orthogonalised, with decoupled weight decay.
 
     Each matrix ``W[M, N]`` moves by ``lr · sqrt(max(1, M / N)) · orthogonalise(update)``: an update of spectral norm
-    near ``lr``, so ``lr`` means the same for every shape; 0.02 is usual. A matrix with column scales ``s``, the sizes of
-    its inputs, is trained as ``W diag(s)`` would be on inputs divided by ``s``: no input is favoured for being large.
+    near ``lr``, so ``lr`` means the same for every shape; 0.02 is usual. A matrix with column scales ``s``, the sizes
+    of its inputs, is trained as ``W diag(s)`` would be on inputs divided by ``s``: none is favoured for its size.
     """
 
     def __init__(

@@ -21,8 +21,12 @@ class Optimisers:
     """Muon for the matrices inside layers and ``fc``, Adam by row for W1, AdamW for everything else that is trained."""
 
     def __init__(self, drafter: DSparkDrafter, recipe: OptimiserRecipe, tap_scale_T: Tensor) -> None:
-        """Sort the parameters; ``tap_scale_T`` are the sizes of the inputs of ``fc``. W1's gradients become sparse where the drafter's lookup allows it."""
+        """Sort the parameters; ``tap_scale_T`` are the sizes of the inputs of ``fc``.
+
+        W1's gradients become sparse where the drafter's lookup allows it.
+        """
         self._recipe = recipe
+        fc_weight = drafter.get_parameter("fc.weight")
         trained = {name: parameter for name, parameter in drafter.named_parameters() if parameter.requires_grad}
         if _W1 in trained:
             drafter.markov_head.markov_w1.sparse = True
@@ -49,7 +53,7 @@ class Optimisers:
                 momentum=recipe.muon_momentum,
                 weight_decay=recipe.weight_decay,
                 dtype=torch.bfloat16,
-                column_scales={drafter.fc.weight: tap_scale_T.to(drafter.device)},
+                column_scales={fc_weight: tap_scale_T.to(drafter.device)},
             )
             self._optimisers["muon"] = (muon, recipe.muon_learning_rate)
         if _W1 in trained:

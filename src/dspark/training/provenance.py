@@ -14,7 +14,6 @@ from typing import Any
 
 import torch
 
-import dspark
 from dspark.training.states import StoredRow
 
 __all__ = ["data_fingerprint", "provenance"]
@@ -32,11 +31,10 @@ def provenance(**facts: Any) -> dict[str, Any]:
     """Command line, commit, versions and hardware of this process, and the given facts of the run."""
     return {
         "command": shlex.join(sys.argv),
-        "commit": _commit(Path(dspark.__file__).parent),
+        "commit": _commit(Path(__file__).parent),
         "versions": {
-            "dspark": dspark.__version__,
             "python": platform.python_version(),
-            **{name: _version(name) for name in ("torch", "transformers", "numpy", "safetensors")},
+            **{name: _version(name) for name in ("dspark", "torch", "transformers", "numpy", "safetensors")},
         },
         "machine": {"platform": platform.platform(), "processor": _processor(), "threads": torch.get_num_threads()},
         **facts,

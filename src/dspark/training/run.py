@@ -283,7 +283,7 @@ def batch_order(run: Run) -> BatchOrder:
 
 
 def _read_data(directories: Sequence[Path], vocab_size: int) -> list[DataRow]:
-    """Rows of all directories; ids begin with the directory's name, so that runs with other seeds can be put together."""
+    """Rows of all directories; ids begin with the directory's name, so that several runs can be put together."""
     rows: dict[str, DataRow] = {}
     for directory in directories:
         for row in read_rows(directory, vocab_size=vocab_size):

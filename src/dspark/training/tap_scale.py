@@ -18,8 +18,8 @@ _MEDIAN_OF_NORMAL = 0.6745
 def tap_scale(store: StateStore, rows: Sequence[StoredRow]) -> Tensor:
     """Standard deviation of each tap feature, float32 [T], from the median of its absolute value.
 
-    The median leaves out the few positions with massive activations (the first token of a sequence above all), which are
-    thousands of times larger than the rest and say nothing about it. Taken over the first rows given.
+    The median leaves out the few positions with massive activations (the first token of a sequence above all), which
+    are thousands of times larger than the rest and say nothing about it. Taken over the first rows given.
     """
     taps_NT = torch.cat([store.read(row).taps_ST for row in rows[:_ROWS]]).abs()
     scale_T = taps_NT.median(dim=0).values.float() / _MEDIAN_OF_NORMAL
