@@ -164,7 +164,9 @@ def make_data(
         out,
         generate=_batch_generate(generator),
         tokenizer=loaded.tokenizer,
-        target=TargetIdentity(name=loaded.name, dtype=loaded.model.compute_dtype, vocab_size=loaded.model.config.vocab_size),
+        target=TargetIdentity(
+            name=loaded.name, dtype=loaded.model.compute_dtype, vocab_size=loaded.model.config.vocab_size
+        ),
         sources=sources,
         settings=settings,
         forbidden=forbidden,

@@ -54,11 +54,9 @@ class Display:
     def introduce(self, models: Models, settings: SamplingSettings, *, device: str) -> None:
         mode = "greedy" if settings.is_greedy else f"temperature {settings.temperature:g}"
         seed = "" if settings.seed is None else f", seed {settings.seed}"
-        self.console.print(
-            Text(
-                f"{models.target.name}, {models.target.model.compute_dtype} on {device}, {mode}{seed}; drafter: {models.drafter_name}", style="dim"
-            )
-        )
+        place = f"{models.target.model.compute_dtype} on {device}"
+        line = f"{models.target.name}, {place}, {mode}{seed}; drafter: {models.drafter_name}"
+        self.console.print(Text(line, style="dim"))
         mark = Text("like this", style=ACCEPTED_STYLE) if self._styled else Text("«like this»")
         self.console.print(Text("Draft tokens that the target accepted are marked ") + mark + ".")
 

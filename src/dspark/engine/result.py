@@ -22,7 +22,8 @@ class GenerationResult:
         seconds: wall time, of it ``prefill_seconds`` for the prompt, ``draft_seconds`` and ``verify_seconds``.
         accepted_per_position, reached_per_position, verified_per_position: rounds, for draft position 1, 2, ..., in
             which the token was accepted / was verified and all before it were accepted / was verified. Positions after
-            a cut are in none. accepted / reached is the conditional acceptance, accepted / verified the prefix survival.
+            a cut are in none. accepted / reached is the conditional acceptance, accepted / verified the prefix
+            survival.
     """
 
     text: str
