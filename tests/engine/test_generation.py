@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import time
 from collections import Counter
 from collections.abc import Sequence
 
@@ -209,6 +210,19 @@ def test_text_of_the_events_is_the_text_of_the_result() -> None:
         "near", SamplingSettings(seed=4, temperature=1.0), max_tokens=25, tokenizer=character_tokenizer()
     )
     assert "".join(event.text for event in events) == result.text == character_tokenizer().decode(result.token_ids)
+
+
+def test_the_callers_own_time_is_not_counted() -> None:
+    target, events = TableTarget(random_table(VOCABULARY, 0)), []
+    started = time.perf_counter()
+    for event in generate(target, make_drafter("near"), PROMPT, SamplingSettings(), max_tokens=12):
+        events.append(event)
+        time.sleep(0.05)
+    elapsed = time.perf_counter() - started
+    result = events[-1].result
+    assert result is not None
+    assert 0 < result.prefill_seconds + result.draft_seconds + result.verify_seconds < result.seconds
+    assert result.seconds < elapsed - 0.05 * len(events)
 
 
 @pytest.mark.parametrize(

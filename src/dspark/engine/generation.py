@@ -92,25 +92,27 @@ class _Generation:
         self._drafter_cache = drafter.new_cache(1, length) if drafter is not None else None
         self._generated: list[int] = []
         self._finish_reason: str | None = None
-        self._rounds = self._drafted = self._verified = self._accepted = 0
+        self._rounds = self._verified = self._accepted = 0
         block_size = drafter.block_size if drafter is not None else 0
         self._accepted_per_position = [0] * block_size
         self._reached_per_position = [0] * block_size
         self._verified_per_position = [0] * block_size
-        self._seconds = {"draft": 0.0, "verify": 0.0}
+        self._draft_seconds = self._verify_seconds = 0.0
 
     def events(self) -> Iterator[RoundEvent]:
         started = time.perf_counter()
         logits_RV = self._prefill()
-        first = self._sampling.verify(logits_RV, None)
-        event = self._commit([first.next_token], accepted=0, drafted=0, verified=0)
-        prefill_seconds = time.perf_counter() - started
+        first = self._sampling.verify(logits_RV, [], None)
+        event = self._commit([first.next_token], accepted=0, verified=0)
+        seconds = prefill_seconds = time.perf_counter() - started
         while self._finish_reason is None:
             yield event
+            # The clock stands while the caller has the event: printing it is not generating.
+            started = time.perf_counter()
             event = self._round()
+            seconds += time.perf_counter() - started
         held_back = self._text.finish() if self._text is not None else ""
-        result = self._result(time.perf_counter() - started, prefill_seconds)
-        yield replace(event, text=event.text + held_back, result=result)
+        yield replace(event, text=event.text + held_back, result=self._result(seconds, prefill_seconds))
 
     def _prefill(self) -> torch.Tensor:
         """Run the prompt; returns the logits ``[1, V]`` after its last token."""
@@ -119,15 +121,21 @@ class _Generation:
         return self._target.logits(hidden_NH[-1:])
 
     def _round(self) -> RoundEvent:
+        """Draft, verify, commit (SPEC "One round"); everything that was drafted is verified."""
+        anchor_position = len(self._prompt_ids) + len(self._generated) - 1
+        started = time.perf_counter()
         block = self._draft()
-        logits_RV, start = self._verify(block)
-        acceptance = self._sampling.verify(logits_RV, block)
-        verified = len(logits_RV) - 1
-        drafts = [] if block is None else block.tokens_RG[0, : acceptance.num_accepted].tolist()
-        committed = [*drafts, acceptance.next_token]
-        self._roll_back(start + 1 + acceptance.num_accepted)
+        draft_tokens = [] if block is None else block.tokens_RG[0].tolist()  # the one wait for the device
+        drafted = time.perf_counter()
+        hidden_NH = self._forward([self._generated[-1], *draft_tokens], anchor_position)
+        draft_probs_LD = None if block is None else block.probs_RGD[0]
+        acceptance = self._sampling.verify(self._target.logits(hidden_NH), draft_tokens, draft_probs_LD)
+        self._draft_seconds += drafted - started
+        self._verify_seconds += time.perf_counter() - drafted
+        self._roll_back(anchor_position + 1 + acceptance.num_accepted)
         self._rounds += 1
-        return self._commit(committed, accepted=acceptance.num_accepted, drafted=verified, verified=verified)
+        committed = [*draft_tokens[: acceptance.num_accepted], acceptance.next_token]
+        return self._commit(committed, accepted=acceptance.num_accepted, verified=len(draft_tokens))
 
     def _draft(self) -> DraftBlock | None:
         # The target adds one token of its own, so the last one needs no draft.
@@ -136,20 +144,8 @@ class _Generation:
         room = min(self._drafter.block_size, self._max_tokens - len(self._generated) - 1)
         if room == 0:
             return None
-        started = time.perf_counter()
         anchor_1 = torch.tensor([self._generated[-1]], device=self._target.device)
-        block = self._drafter.propose(self._drafter_cache, [0], anchor_1, self._sampling.draft, room)
-        self._seconds["draft"] += time.perf_counter() - started
-        return block
-
-    def _verify(self, block: DraftBlock | None) -> tuple[torch.Tensor, int]:
-        """Target logits after the anchor and after each draft token, and the anchor's position."""
-        started = time.perf_counter()
-        position = len(self._prompt_ids) + len(self._generated) - 1
-        drafts = [] if block is None else block.tokens_RG[0].tolist()
-        logits_RV = self._target.logits(self._forward([self._generated[-1], *drafts], position))
-        self._seconds["verify"] += time.perf_counter() - started
-        return logits_RV, position
+        return self._drafter.propose(self._drafter_cache, [0], anchor_1, self._sampling.draft, room)
 
     def _forward(self, token_ids: list[int], start: int) -> torch.Tensor:
         segment = Segment(0, start, len(token_ids))
@@ -164,7 +160,7 @@ class _Generation:
         if self._drafter_cache is not None:
             self._drafter_cache.truncate(0, length)
 
-    def _commit(self, token_ids: list[int], *, accepted: int, drafted: int, verified: int) -> RoundEvent:
+    def _commit(self, token_ids: list[int], *, accepted: int, verified: int) -> RoundEvent:
         """Append tokens up to the first that ends the answer; what lies after it is dropped uncounted."""
         shown = []
         kept = []
@@ -186,11 +182,10 @@ class _Generation:
             self._verified_per_position[position] += 1
             self._reached_per_position[position] += position <= accepted
             self._accepted_per_position[position] += position < accepted
-        self._drafted += drafted
         self._verified += verified
         self._accepted += accepted
         return RoundEvent(
-            token_ids=tuple(kept), text="".join(shown), accepted=accepted, drafted=drafted, verified=verified
+            token_ids=tuple(kept), text="".join(shown), accepted=accepted, drafted=verified, verified=verified
         )
 
     def _result(self, seconds: float, prefill_seconds: float) -> GenerationResult:
@@ -201,14 +196,14 @@ class _Generation:
             finish_reason=self._finish_reason,
             prompt_tokens=len(self._prompt_ids),
             rounds=self._rounds,
-            drafted=self._drafted,
+            drafted=self._verified,
             verified=self._verified,
             accepted=self._accepted,
             accepted_length=(len(self._generated) - 1) / self._rounds if self._rounds else 0.0,
             seconds=seconds,
             prefill_seconds=prefill_seconds,
-            draft_seconds=self._seconds["draft"],
-            verify_seconds=self._seconds["verify"],
+            draft_seconds=self._draft_seconds,
+            verify_seconds=self._verify_seconds,
             accepted_per_position=tuple(self._accepted_per_position),
             reached_per_position=tuple(self._reached_per_position),
             verified_per_position=tuple(self._verified_per_position),

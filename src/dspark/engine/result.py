@@ -19,7 +19,9 @@ class GenerationResult:
         rounds: target passes after the prompt's.
         drafted, verified, accepted: draft tokens proposed, sent to the target, committed.
         accepted_length: tokens committed in rounds / rounds, bonus and correction included; 0 without a round.
-        seconds: wall time, of it ``prefill_seconds`` for the prompt, ``draft_seconds`` and ``verify_seconds``.
+        seconds: time spent generating (what the caller does between rounds is not in it); of it ``prefill_seconds``
+            for the prompt with its first token, ``draft_seconds``, and ``verify_seconds`` for target passes and
+            acceptance.
         accepted_per_position, reached_per_position, verified_per_position: rounds, for draft position 1, 2, ..., in
             which the token was accepted / was verified and all before it were accepted / was verified. Positions after
             a cut are in none. accepted / reached is the conditional acceptance, accepted / verified the prefix

@@ -21,7 +21,7 @@ from dspark.decoding import (
     token_probs,
     warp_logits,
 )
-from dspark.drafters.protocol import DraftBlock, Drafter
+from dspark.drafters.protocol import Drafter, greedy_sampler
 
 
 class RequestSampling(Protocol):
@@ -31,8 +31,16 @@ class RequestSampling(Protocol):
         """Draw draft token ``index`` of the block (a :data:`~dspark.drafters.protocol.DraftSampler`)."""
         ...
 
-    def verify(self, logits_RV: torch.Tensor, block: DraftBlock | None) -> Acceptance:
-        """Accept draft tokens left to right against ``L + 1`` rows of target logits; ``block`` None means L = 0."""
+    def verify(
+        self, logits_RV: torch.Tensor, draft_tokens: list[int], draft_probs_LD: torch.Tensor | None
+    ) -> Acceptance:
+        """Accept draft tokens left to right against ``L + 1`` rows of target logits.
+
+        Args:
+            logits_RV: the target's logits after the anchor and after each draft token.
+            draft_tokens: L target ids.
+            draft_probs_LD: distributions that they were drawn from; None where L = 0.
+        """
         ...
 
     def commit(self, token_ids: list[int]) -> None:
@@ -94,19 +102,17 @@ class GreedySampling:
         self._is_plain = not settings.needs_history and not settings.logit_bias
 
     def draft(self, index: int, logits_1D: torch.Tensor, tokens_1k: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        if self._is_plain:
-            scores_1D = logits_1D
-        else:
-            history = self._state.draft_history(tokens_1k)
-            scores_1D = warp_logits(logits_1D, self._state.settings, history, self._state.columns_D)
-        chosen_1 = scores_1D.argmax(dim=-1)
-        return chosen_1, torch.zeros_like(logits_1D).scatter_(1, chosen_1[:, None], 1.0)
-
-    def verify(self, logits_RV: torch.Tensor, block: DraftBlock | None) -> Acceptance:
-        drafts = _draft_tokens(block)
         if not self._is_plain:
-            logits_RV = warp_logits(logits_RV, self._state.settings, self._state.target_histories(drafts))
-        return accept_greedy(drafts, logits_RV.argmax(dim=-1))
+            history = self._state.draft_history(tokens_1k)
+            logits_1D = warp_logits(logits_1D, self._state.settings, history, self._state.columns_D)
+        return greedy_sampler(index, logits_1D, tokens_1k)
+
+    def verify(
+        self, logits_RV: torch.Tensor, draft_tokens: list[int], draft_probs_LD: torch.Tensor | None
+    ) -> Acceptance:
+        if not self._is_plain:
+            logits_RV = warp_logits(logits_RV, self._state.settings, self._state.target_histories(draft_tokens))
+        return accept_greedy(draft_tokens, logits_RV.argmax(dim=-1))
 
     def commit(self, token_ids: list[int]) -> None:
         self._state.commit(token_ids)
@@ -118,24 +124,27 @@ class CoupledSampling:
     def __init__(self, state: _RequestState, seed: int) -> None:
         self._state = state
         self._seed = seed
+        # Noise is made on the CPU, up to the highest id that can be drafted; looked up once, not for every token.
+        self._draft_ids = None if state.columns_D is None else state.columns_D.cpu()
+        self._draft_ids_end = None if self._draft_ids is None else int(self._draft_ids.max()) + 1
         # Noise of the coming positions: drafting and verifying read the same, and a rejected position comes again.
         self._noise: dict[int, torch.Tensor] = {}
 
     def draft(self, index: int, logits_1D: torch.Tensor, tokens_1k: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         state = self._state
         probs_1D = token_probs(logits_1D, state.settings, state.draft_history(tokens_1k), state.columns_D)
-        columns_D = state.columns_D
-        size = logits_1D.shape[-1] if columns_D is None else int(columns_D.max()) + 1
-        gumbel_V = self._gumbel(state.next_position + index, size).to(logits_1D.device)
-        gumbel_D = gumbel_V[: logits_1D.shape[-1]] if columns_D is None else gumbel_V[columns_D]
+        gumbel_V = self._gumbel(state.next_position + index, self._draft_ids_end or logits_1D.shape[-1])
+        gumbel_D = gumbel_V[: logits_1D.shape[-1]] if self._draft_ids is None else gumbel_V[self._draft_ids]
         return coupled_sample_rows(probs_1D, gumbel_D[None]), probs_1D
 
-    def verify(self, logits_RV: torch.Tensor, block: DraftBlock | None) -> Acceptance:
-        state, drafts = self._state, _draft_tokens(block)
-        probs_RV = token_probs(logits_RV, state.settings, state.target_histories(drafts))
+    def verify(
+        self, logits_RV: torch.Tensor, draft_tokens: list[int], draft_probs_LD: torch.Tensor | None
+    ) -> Acceptance:
+        state = self._state
+        probs_RV = token_probs(logits_RV, state.settings, state.target_histories(draft_tokens))
         rows, vocab_size = logits_RV.shape
         noise = [self._gumbel(state.next_position + row, vocab_size)[:vocab_size] for row in range(rows)]
-        return accept_coupled(drafts, coupled_sample_rows(probs_RV, torch.stack(noise)))
+        return accept_coupled(draft_tokens, coupled_sample_rows(probs_RV, torch.stack(noise)))
 
     def commit(self, token_ids: list[int]) -> None:
         self._state.commit(token_ids)
@@ -162,16 +171,17 @@ class SpeculativeSampling:
         uniforms_1 = torch.tensor([self._random()], dtype=torch.float64)
         return sample_rows(probs_1D, uniforms_1), probs_1D
 
-    def verify(self, logits_RV: torch.Tensor, block: DraftBlock | None) -> Acceptance:
-        state, drafts = self._state, _draft_tokens(block)
-        target_probs_RV = token_probs(logits_RV, state.settings, state.target_histories(drafts))
-        draft_probs_LD = target_probs_RV.new_empty(0, 0) if block is None else block.probs_RGD[0]
-        uniforms = [self._random() for _ in drafts]
-        return accept_speculative(drafts, target_probs_RV, draft_probs_LD, uniforms, self._random(), state.columns_D)
+    def verify(
+        self, logits_RV: torch.Tensor, draft_tokens: list[int], draft_probs_LD: torch.Tensor | None
+    ) -> Acceptance:
+        state = self._state
+        target_probs_RV = token_probs(logits_RV, state.settings, state.target_histories(draft_tokens))
+        if draft_probs_LD is None:
+            draft_probs_LD = target_probs_RV.new_empty(0, 0)
+        uniforms = [self._random() for _ in draft_tokens]
+        return accept_speculative(
+            draft_tokens, target_probs_RV, draft_probs_LD, uniforms, self._random(), state.columns_D
+        )
 
     def commit(self, token_ids: list[int]) -> None:
         self._state.commit(token_ids)
-
-
-def _draft_tokens(block: DraftBlock | None) -> list[int]:
-    return [] if block is None else [int(token) for token in block.tokens_RG[0].tolist()]
