@@ -6,14 +6,14 @@ from collections.abc import Iterator
 
 import pytest
 
-from dspark.decoding import SamplingSettings
-from dspark.engine.batch import BatchCompletion, BatchGenerator, BatchRequest
+from dspark.decoding import GenerationCompletion, GenerationRequest, SamplingSettings
+from dspark.engine.batch import BatchGenerator
 from tests.engine.table_models import TableTarget, random_table
 
 VOCABULARY = 6
 
 
-def make_requests(count: int) -> list[BatchRequest]:
+def make_requests(count: int) -> list[GenerationRequest]:
     kinds = [
         {"temperature": 0.0},
         {"temperature": 1.0},
@@ -22,7 +22,7 @@ def make_requests(count: int) -> list[BatchRequest]:
         {"temperature": 0.0, "logit_bias": {3: 2.0}},
     ]
     return [
-        BatchRequest(
+        GenerationRequest(
             request_id=f"r{i}",
             prompt_ids=tuple((i * 7 + j) % VOCABULARY for j in range(1 + i % 5)),
             settings=SamplingSettings(seed=i, **kinds[i % len(kinds)]),  # type: ignore[arg-type]
@@ -33,7 +33,7 @@ def make_requests(count: int) -> list[BatchRequest]:
     ]
 
 
-def complete(requests: list[BatchRequest], concurrency: int) -> dict[str, BatchCompletion]:
+def complete(requests: list[GenerationRequest], concurrency: int) -> dict[str, GenerationCompletion]:
     generator = BatchGenerator(TableTarget(random_table(VOCABULARY, 3)), max_concurrency=concurrency, max_length=20)
     return {completion.request_id: completion for completion in generator.run(iter(requests))}
 
@@ -56,14 +56,14 @@ def test_requests_may_depend_on_completions() -> None:
     generator = BatchGenerator(TableTarget(random_table(VOCABULARY, 3)), max_concurrency=4, max_length=20)
     waiting, done = make_requests(3), []
 
-    def requests() -> Iterator[BatchRequest | None]:
+    def requests() -> Iterator[GenerationRequest | None]:
         follow_ups = 0
         while follow_ups < 5:
             if waiting:
                 yield waiting.pop()
             elif len(done) > follow_ups:
                 follow_ups += 1
-                yield BatchRequest(
+                yield GenerationRequest(
                     request_id=f"again-{follow_ups}",
                     prompt_ids=done[-1].token_ids,
                     settings=SamplingSettings(seed=0),
@@ -89,7 +89,7 @@ def test_requests_may_depend_on_completions() -> None:
 
 def test_max_length_ends_a_request() -> None:
     request = make_requests(1)[0]
-    long = BatchRequest(
+    long = GenerationRequest(
         request_id="long", prompt_ids=(1, 2, 3), settings=request.settings, max_tokens=500, stop_token_ids=frozenset()
     )
     completion = complete([long], 2)["long"]
@@ -102,8 +102,8 @@ def test_max_length_ends_a_request() -> None:
     [
         ({"prompt_ids": ()}, "r: the prompt has 0 tokens"),
         ({"prompt_ids": (1,) * 20}, "r: the prompt has 20 tokens"),
-        ({"settings": SamplingSettings()}, "seed"),
-        ({"max_tokens": 0}, "max_tokens"),
+        ({"settings": SamplingSettings()}, "r: settings.seed is missing"),
+        ({"max_tokens": 0}, "r: max_tokens is 0"),
     ],
 )
 def test_bad_requests_are_named(changes: dict[str, object], message: str) -> None:
@@ -115,4 +115,4 @@ def test_bad_requests_are_named(changes: dict[str, object], message: str) -> Non
         "stop_token_ids": frozenset(),
     }
     with pytest.raises(ValueError, match=message):
-        complete([BatchRequest(**{**arguments, **changes})], 1)  # type: ignore[arg-type]
+        complete([GenerationRequest(**{**arguments, **changes})], 1)  # type: ignore[arg-type]

@@ -15,8 +15,6 @@ from cyclopts import Group, Parameter
 from dspark.cli.options import LENGTH, PROMPT, SAMPLING, DeviceOption, DtypeOption, JsonOption, TargetOption
 
 if TYPE_CHECKING:
-    from dspark.engine.batch import BatchGenerator
-    from dspark.training.data.generator import BatchGenerate, GenerationCompletion, GenerationRequest
     from dspark.training.data.manifest import ForbiddenPrompts
     from dspark.training.data.regeneration import DataProgress, DataResult
     from dspark.training.data.settings import DataSettings
@@ -105,7 +103,7 @@ def data(
         steered_answer_fraction=steered_answers,
     )
     with _progress_display(show=not json) as show:
-        result = make_data(
+        result = _make_rows(
             out,
             settings=settings,
             source=source,
@@ -123,22 +121,19 @@ def data(
     return EXIT_INTERRUPTED if result.interrupted else EXIT_OK
 
 
-def make_data(
-    out: Path | str,
+def _make_rows(
+    out: Path,
     *,
     settings: DataSettings,
-    source: Sequence[str] = ("self",),
-    forbid: Sequence[Path] = (),
-    target: str = "embedded",
-    dtype: str = "bfloat16",
-    device: str = "cpu",
-    max_concurrency: int = 96,
-    on_progress: Callable[[DataProgress], None] | None = None,
+    source: Sequence[str],
+    forbid: Sequence[Path],
+    target: str,
+    dtype: str,
+    device: str,
+    max_concurrency: int,
+    on_progress: Callable[[DataProgress], None] | None,
 ) -> DataResult:
-    """Load the target and make the rows that the directory ``out`` lacks; the command without its display.
-
-    Raises ValueError or OSError, before the target is loaded where possible.
-    """
+    """Load the target and make the rows that ``out`` lacks; mistakes are found before it is loaded where possible."""
     if max_concurrency < 1:
         raise ValueError(f"--max-concurrency must be at least 1, got {max_concurrency}")
     from dspark.training.data.prompts import parse_sources
@@ -162,7 +157,7 @@ def make_data(
         )
     return regenerate(
         out,
-        generate=_batch_generate(generator),
+        generate=generator.run,
         tokenizer=loaded.tokenizer,
         target=TargetIdentity(
             name=loaded.name, dtype=loaded.model.compute_dtype, vocab_size=loaded.model.config.vocab_size
@@ -173,27 +168,6 @@ def make_data(
         stop_token_ids=loaded.stop_token_ids,
         on_progress=on_progress,
     )
-
-
-def _batch_generate(generator: BatchGenerator) -> BatchGenerate:
-    """The engine's generator in the form that regeneration asks for."""
-    from dspark.engine.batch import BatchRequest
-
-    def in_engine_form(request: GenerationRequest | None) -> BatchRequest | None:
-        if request is None:
-            return None
-        return BatchRequest(
-            request_id=request.request_id,
-            prompt_ids=request.prompt_ids,
-            settings=request.settings,
-            max_tokens=request.max_tokens,
-            stop_token_ids=request.stop_token_ids,
-        )
-
-    def generate(requests: Iterator[GenerationRequest | None]) -> Iterator[GenerationCompletion]:
-        return generator.run(map(in_engine_form, requests))
-
-    return generate
 
 
 def _read_forbidden(files: Sequence[Path]) -> list[ForbiddenPrompts]:

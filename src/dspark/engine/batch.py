@@ -9,7 +9,14 @@ from typing import cast
 
 import torch
 
-from dspark.decoding import SamplingSettings, TokenHistory, sample_rows, token_probs, uniform
+from dspark.decoding import (
+    GenerationCompletion,
+    GenerationRequest,
+    TokenHistory,
+    sample_rows,
+    token_probs,
+    uniform,
+)
 from dspark.models.target import Target
 from dspark.types import Segment
 
@@ -17,32 +24,9 @@ from dspark.types import Segment
 _PREFILL_TOKENS = 4096
 
 
-@dataclass(frozen=True, kw_only=True)
-class BatchRequest:
-    """One sequence to continue. ``settings.seed`` must be given: a row's result then depends on nothing else."""
-
-    request_id: str
-    prompt_ids: tuple[int, ...]
-    settings: SamplingSettings
-    max_tokens: int
-    stop_token_ids: frozenset[int]
-
-
-@dataclass(frozen=True, kw_only=True)
-class BatchCompletion:
-    """What a request produced; a stop token that ended it is the last of ``token_ids``.
-
-    ``finish_reason`` is ``stop`` (a stop token) or ``length`` (``max_tokens`` or the generator's ``max_length``).
-    """
-
-    request_id: str
-    token_ids: tuple[int, ...]
-    finish_reason: str
-
-
 @dataclass(slots=True)
 class _Row:
-    request: BatchRequest
+    request: GenerationRequest
     generated: list[int] = field(default_factory=list)
     history: TokenHistory | None = None
 
@@ -72,14 +56,14 @@ class BatchGenerator:
         """Prompt and generated tokens that fit together."""
         return self._max_length
 
-    def run(self, requests: Iterator[BatchRequest | None]) -> Iterator[BatchCompletion]:
+    def run(self, requests: Iterator[GenerationRequest | None]) -> Iterator[GenerationCompletion]:
         """Decode until ``requests`` is exhausted, yielding each completion as it ends.
 
         A request is pulled whenever a slot is free; None means that there is none right now (a later one may depend
-        on a completion still to come).
+        on a completion still to come). ``settings.seed`` must be given: a result then depends on its request alone.
 
         Raises:
-            ValueError: if a request's prompt is empty, fills ``max_length``, or carries no seed.
+            ValueError: if a request has an empty prompt, one that fills ``max_length``, no token to make, or no seed.
         """
         exhausted = False
         while True:
@@ -106,16 +90,18 @@ class BatchGenerator:
             elif exhausted:
                 return
 
-    def _check(self, request: BatchRequest) -> None:
+    def _check(self, request: GenerationRequest) -> None:
         if not 0 < len(request.prompt_ids) < self._max_length:
             raise ValueError(
                 f"request {request.request_id}: the prompt has {len(request.prompt_ids)} tokens, it must have at least "
                 f"1 and leave room below max_length ({self._max_length})"
             )
-        if request.max_tokens < 1 or request.settings.seed is None:
-            raise ValueError(f"request {request.request_id}: max_tokens must be positive and settings.seed set")
+        if request.max_tokens < 1:
+            raise ValueError(f"request {request.request_id}: max_tokens is {request.max_tokens}; give at least 1")
+        if request.settings.seed is None:
+            raise ValueError(f"request {request.request_id}: settings.seed is missing; a batch needs one a request")
 
-    def _prefill(self, slots: list[int]) -> Iterator[BatchCompletion]:
+    def _prefill(self, slots: list[int]) -> Iterator[GenerationCompletion]:
         # Like lengths together: padding inside attention is then small.
         slots = sorted(slots, key=lambda slot: len(self._row(slot).request.prompt_ids))
         while slots:
@@ -125,11 +111,13 @@ class BatchGenerator:
             prompts = [self._row(slot).request.prompt_ids for slot in chunk]
             yield from self._step(chunk, prompts, starts=[0] * len(chunk))
 
-    def _decode(self, slots: list[int]) -> Iterator[BatchCompletion]:
+    def _decode(self, slots: list[int]) -> Iterator[GenerationCompletion]:
         rows = [self._row(slot) for slot in slots]
         yield from self._step(slots, [(row.generated[-1],) for row in rows], starts=[row.position for row in rows])
 
-    def _step(self, slots: list[int], inputs: list[tuple[int, ...]], starts: list[int]) -> Iterator[BatchCompletion]:
+    def _step(
+        self, slots: list[int], inputs: list[tuple[int, ...]], starts: list[int]
+    ) -> Iterator[GenerationCompletion]:
         """Feed ``inputs``, append one sampled token to each row, and yield the rows that end."""
         device = self._target.device
         segments = [Segment(slot, start, len(ids)) for slot, start, ids in zip(slots, starts, inputs, strict=True)]
@@ -148,7 +136,7 @@ class BatchGenerator:
             if stopped or full:
                 self._rows[slot] = None
                 self._cache.truncate(slot, 0)
-                yield BatchCompletion(
+                yield GenerationCompletion(
                     request_id=request.request_id,
                     token_ids=tuple(row.generated),
                     finish_reason="stop" if stopped else "length",

@@ -7,15 +7,14 @@ import random
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
+from dspark.decoding.request import GenerationCompletion, GenerationRequest
 from dspark.training.data import DataSettings, ForbiddenPrompts, TargetIdentity, regenerate
-from dspark.training.data.generator import GenerationCompletion, GenerationRequest
 from dspark.training.data.prompts import FilePrompts, PromptSource, SelfPrompts, file_prompts
 from dspark.training.data.steering import SteeringPrompt
 
@@ -43,13 +42,6 @@ def make_tokenizer(template: str | None = CHATML, *, eos: str | None = "<|im_end
     )
     fast.chat_template = template
     return fast
-
-
-@dataclass(frozen=True, kw_only=True)
-class Completion:
-    request_id: str
-    token_ids: tuple[int, ...]
-    finish_reason: str
 
 
 class FakeGenerator:
@@ -101,7 +93,7 @@ class FakeGenerator:
             yielded += 1
             yield self.complete(running.pop(self._order.randrange(len(running))))
 
-    def complete(self, request: GenerationRequest) -> Completion:
+    def complete(self, request: GenerationRequest) -> GenerationCompletion:
         """What this generator answers to a request, whatever else runs."""
         assert request.settings.seed is not None
         key = repr((request.prompt_ids, request.settings.temperature, request.settings.seed))
@@ -116,7 +108,7 @@ class FakeGenerator:
             ids = ids[:-1] * 100
         ids = ids[: request.max_tokens]
         assert ids, "the request leaves no room"
-        return Completion(
+        return GenerationCompletion(
             request_id=request.request_id,
             token_ids=tuple(ids),
             finish_reason="stop" if ids[-1] in request.stop_token_ids else "length",

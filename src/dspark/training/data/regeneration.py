@@ -9,14 +9,14 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from dspark.decoding.request import GenerationCompletion, GenerationRequest
 from dspark.decoding.settings import SamplingSettings
 from dspark.training.data.chat import ChatFormat, ChatTokenizer, Message
-from dspark.training.data.generator import BatchGenerate, GenerationCompletion, GenerationRequest
 from dspark.training.data.manifest import (
     ForbiddenPrompts,
     TargetIdentity,
@@ -40,6 +40,11 @@ USER_TURN_NEAR_DUPLICATE = "user_turn_near_duplicate"
 FORBIDDEN_PROMPT = "forbidden_prompt"
 PROMPT_TOO_LONG = "prompt_too_long"
 ANSWER_EMPTY = "answer_empty"
+
+BatchGenerate = Callable[[Iterator[GenerationRequest | None]], Iterator[GenerationCompletion]]
+"""Runs requests in a batch (the engine's ``BatchGenerator.run``; training does not import the engine). It pulls a
+request whenever it has room (None: nothing at this moment, ask again after the next completion; end of the iterator: no
+more will come) and yields every completion as soon as it is there."""
 
 
 @dataclass(frozen=True, kw_only=True)
