@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import json
+import json as jsonlib
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -11,15 +11,14 @@ from cyclopts import Group, Parameter
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
+from dspark.cli.options import OUTPUT, JsonOption
+
 if TYPE_CHECKING:
     from dspark.training.held_out import HeldOutResult
     from dspark.training.loop import StepResult, Trainer, TrainingResult
     from dspark.training.run import Run, RunPlan
 
 RUN = Group("Run", sort_key=1)
-OUTPUT = Group("Output", sort_key=4)
-
-EXIT_INTERRUPTED = 130
 
 
 def train(
@@ -40,16 +39,14 @@ def train(
         Parameter(group=RUN, help="Go on with the run in --out; --no-resume starts it anew (teacher states are kept)."),
     ] = True,
     dry_run: Annotated[bool, Parameter(negative=(), group=OUTPUT, help="Say what it will cost, then stop.")] = False,
-    json_: Annotated[
-        bool, Parameter(name="--json", negative=(), group=OUTPUT, help="Print JSON for machines, nothing else.")
-    ] = False,
+    json: JsonOption = False,
 ) -> int:
     """Train a drafter for a target on regenerated data.
 
     First the target's states for every row are computed and kept on disk (this is most of the disk's use), then the
     Markov head is fitted to the data's bigrams, then the drafter is trained. Everything can be interrupted and goes on
-    where it
-    was: Ctrl-C saves, and after a kill the same command continues from the last checkpoint with the same loss curve.
+    where it was: Ctrl-C saves, and after a kill the same command continues from the last checkpoint with the same loss
+    curve.
 
     The best drafter by accepted length on held-out rows ends up in `drafter/` of the run; `log.jsonl` there has every
     step.
@@ -59,24 +56,25 @@ def train(
     dspark train recipes/smollm2-135m.yaml batch.steps=400 --out runs/short
     ```
     """
+    from dspark.cli import EXIT_INTERRUPTED, EXIT_OK
     from dspark.models.loading import load_target
     from dspark.training.loop import Trainer
     from dspark.training.recipe import load_recipe
     from dspark.training.run import plan_run, prepare_run
 
     options = {"out": out, "target": target, "device": device}
-    given = [f"{name}={json.dumps(str(value))}" for name, value in options.items() if value is not None]
+    given = [f"{name}={jsonlib.dumps(str(value))}" for name, value in options.items() if value is not None]
     if data:
-        given.append(f"data={json.dumps([str(directory) for directory in data])}")
+        given.append(f"data={jsonlib.dumps([str(directory) for directory in data])}")
     settings = load_recipe(recipe, [*overrides, *given])
-    console = Console(stderr=True, quiet=json_)
+    console = Console(stderr=True, quiet=json)
     loaded = load_target(settings.target, dtype=settings.states.dtype, device=settings.device)
     plan = plan_run(settings, loaded)
     _print_plan(console, plan)
     if dry_run:
-        if json_:
-            print(json.dumps({"plan": _plan_facts(plan)}))
-        return 0
+        if json:
+            print(jsonlib.dumps({"plan": _plan_facts(plan)}))
+        return EXIT_OK
     with _progress(console) as progress:
         bar = progress.add_task("teacher states", total=plan.estimate.tokens, visible=plan.estimate.tokens > 0)
         run = prepare_run(plan, resume=resume, on_tokens=lambda tokens: progress.advance(bar, tokens))
@@ -91,11 +89,11 @@ def train(
         trainer = Trainer(run, resume=resume, on_bigram_step=on_bigram_step)
     _print_start(console, run, trainer)
     result = _train(console, trainer, settings.batch.steps)
-    if json_:
-        print(json.dumps({"plan": _plan_facts(plan), **trainer.facts, "result": _result_facts(result)}))
+    if json:
+        print(jsonlib.dumps({"plan": _plan_facts(plan), **trainer.facts, "result": _result_facts(result)}))
     else:
         _print_result(console, result)
-    return EXIT_INTERRUPTED if result.end == "interrupted" else 0
+    return EXIT_INTERRUPTED if result.end == "interrupted" else EXIT_OK
 
 
 def _train(console: Console, trainer: Trainer, steps: int) -> TrainingResult:
