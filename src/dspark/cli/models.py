@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from contextlib import ExitStack
 from dataclasses import dataclass
-from importlib.resources import as_file, files
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -13,8 +11,6 @@ from dspark.cli.options import EMBEDDED, NO_DRAFTER
 if TYPE_CHECKING:
     from dspark.drafters.dspark import DSparkDrafter
     from dspark.models.loading import LoadedTarget
-
-EMBEDDED_DRAFTER = "assets/smollm2-135m-instruct"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,12 +37,7 @@ def open_models(*, target: str, drafter: str | None, speculation: bool, dtype: s
 
     from dspark.drafters.checkpoint import load_drafter
 
-    with ExitStack() as stack:
-        if name == EMBEDDED:
-            directory = stack.enter_context(as_file(files("dspark").joinpath(EMBEDDED_DRAFTER)))
-        else:
-            directory = Path(name)
-        opened = load_drafter(directory, loaded.model, device=loaded.model.device, dtype=loaded.model.dtype)
+    opened = load_drafter(name, loaded.model, device=loaded.model.device, dtype=loaded.model.dtype)
     return Models(target=loaded, drafter=opened, drafter_name=name)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Mapping
+from importlib.resources import as_file, files
 from pathlib import Path
 
 import torch
@@ -20,10 +21,11 @@ from dspark.drafters.protocol import DraftTarget
 CONFIG_FILE = "config.json"
 TENSOR_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
+_EMBEDDED_DIRECTORY = "assets/smollm2-135m-instruct"
 
 
 def load_drafter(
-    directory: str | Path,
+    name_or_directory: str | Path,
     target: DraftTarget | None = None,
     *,
     device: str | torch.device = "cpu",
@@ -32,7 +34,8 @@ def load_drafter(
     """Load a drafter from ``config.json`` and ``model.safetensors``.
 
     Args:
-        directory: The drafter's directory.
+        name_or_directory: ``embedded``, the drafter for the embedded target that ships with the package, or a
+            drafter's directory.
         target: The model it drafts for. Checked against the drafter, and the source of ``embed_tokens`` and
             ``lm_head`` where the file has none.
         device: Where to put the parameters.
@@ -42,7 +45,10 @@ def load_drafter(
         ValueError: naming the file and the field or tensor that is missing, unknown, of the wrong shape, or at odds
             with the target.
     """
-    directory = Path(directory)
+    if name_or_directory == "embedded":
+        with as_file(files("dspark").joinpath(_EMBEDDED_DIRECTORY)) as embedded:
+            return load_drafter(embedded, target, device=device, dtype=dtype)
+    directory = Path(name_or_directory)
     config = DSparkConfig.from_file(directory / CONFIG_FILE)
     if target is not None:
         try:
