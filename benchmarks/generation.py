@@ -22,6 +22,7 @@ from rich.progress import track
 from rich.table import Table
 
 from dspark.cli.models import open_models
+from dspark.cli.prompts import chat_token_ids
 from dspark.decoding import SamplingSettings
 from dspark.engine.generation import generate
 from dspark.engine.result import GenerationResult
@@ -120,8 +121,7 @@ def main() -> None:
     settings = SamplingSettings(temperature=arguments.temperature, seed=arguments.seed)
 
     def answer(drafter: Any, prompt: str) -> GenerationResult:
-        chat = [{"role": "user", "content": prompt}]
-        ids = tokenizer.apply_chat_template(chat, add_generation_prompt=True)["input_ids"]
+        ids = chat_token_ids(tokenizer, [{"role": "user", "content": prompt}])
         *_, last = generate(
             target.model,
             drafter,

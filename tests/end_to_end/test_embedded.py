@@ -12,6 +12,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from dspark.cli import main
 from dspark.cli.models import Models
+from dspark.cli.prompts import chat_token_ids
 from dspark.decoding import SamplingSettings, accept_speculative, sample_rows, token_probs
 from dspark.drafters.protocol import greedy_sampler
 from dspark.engine.generation import generate
@@ -28,10 +29,7 @@ PROMPTS = (
 
 
 def chat_ids(models: Models, prompt: str) -> list[int]:
-    chat = [{"role": "user", "content": prompt}]
-    ids = models.target.tokenizer.apply_chat_template(chat, add_generation_prompt=True)["input_ids"]
-    assert isinstance(ids, list)
-    return ids
+    return chat_token_ids(models.target.tokenizer, [{"role": "user", "content": prompt}])
 
 
 def answer(
