@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dspark.decoding.acceptance import Acceptance, accept_coupled, accept_greedy, accept_speculative, residual_probs
 from dspark.decoding.history import TokenHistory
-from dspark.decoding.noise import gumbel_noise, uniform, uniforms
+from dspark.decoding.noise import gumbel_noise, uniform
 from dspark.decoding.request import GenerationCompletion, GenerationRequest
 from dspark.decoding.sampling import coupled_sample, coupled_sample_rows, sample_from, sample_rows
 from dspark.decoding.settings import SamplingSettings
@@ -30,6 +30,5 @@ __all__ = [
     "sample_rows",
     "token_probs",
     "uniform",
-    "uniforms",
     "warp_logits",
 ]

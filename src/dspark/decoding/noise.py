@@ -9,8 +9,9 @@ How each rule must use it:
 * Seeded coupling: ``gumbel_noise(seed, absolute position)`` for the target's sample, and the *same* noise for the draft
   token of that position.
 * p/q: noise keyed by the position is wrong here. A position is drafted again after a rejection, and a scheduler that
-  remembers confidences of earlier rounds would then know something of the token it is about to admit. Take
-  ``uniforms(seed, round number, count)`` with a seed that belongs to this one request.
+  remembers confidences of earlier rounds would then know something of the token it is about to admit. Draw fresh
+  numbers in every round.
+* Without a drafter: ``uniform(seed, absolute position)`` for an inverse-CDF sample.
 """
 
 from __future__ import annotations
@@ -27,11 +28,6 @@ _UNIFORM_STREAM = 1
 def uniform(seed: int, position: int) -> float:
     """One uniform number in (0, 1) for an absolute position; independent of ``gumbel_noise`` there."""
     return float(_open_uniforms(seed, position, _UNIFORM_STREAM, 1)[0])
-
-
-def uniforms(seed: int, position: int, count: int) -> list[float]:
-    """``count`` independent uniform numbers in (0, 1); the first is ``uniform(seed, position)``."""
-    return [float(value) for value in _open_uniforms(seed, position, _UNIFORM_STREAM, count)]
 
 
 def gumbel_noise(seed: int, position: int, vocab_size: int, dtype: torch.dtype = torch.float64) -> Tensor:
