@@ -34,7 +34,6 @@ class TableTarget:
         self.table_SV = table_SV
         self.forward_tokens: list[int] = []
         self.config = DecoderConfig(
-            family="table",
             vocab_size=table_SV.shape[1],
             hidden_size=STATES,
             intermediate_size=1,

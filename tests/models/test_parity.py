@@ -171,6 +171,11 @@ def test_int8_tokens_have_the_same_bits_alone_and_in_a_block(name: str, prompt_l
         ({"model_type": "mamba"}, "model_type"),
         (LlamaConfig(**COMMON, hidden_act="relu").to_dict(), "hidden_act"),
         ({**LlamaConfig(**COMMON).to_dict(), "pretraining_tp": 2}, "pretraining_tp"),
+        ({**LlamaConfig(**COMMON).to_dict(), "sliding_window": 64}, r"sliding_window \(64\)"),
+        (
+            {**Qwen2Config(**COMMON).to_dict(), "dual_chunk_attention_config": {"chunk_size": 8}},
+            "dual_chunk_attention_config",
+        ),
         ({**LlamaConfig(**COMMON).to_dict(), "quantization_config": {"quant_method": "gptq"}}, "quantization_config"),
         (
             LlamaConfig(**COMMON, rope_parameters={"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}).to_dict(),
@@ -196,6 +201,12 @@ def test_int8_tokens_have_the_same_bits_alone_and_in_a_block(name: str, prompt_l
 def test_unsupported_settings_are_refused_by_name(config: dict[str, Any], field: str) -> None:
     with pytest.raises(ValueError, match=field):
         DecoderConfig.from_huggingface(config)
+
+
+def test_settings_that_change_nothing_are_let_through() -> None:
+    config = LlamaConfig(**COMMON).to_dict()
+    extras = {"is_llama_config": True, "rope_interleaved": False, "transformers.js_config": {"dtype": "q4"}, "_note": 1}
+    assert DecoderConfig.from_huggingface({**config, **extras}) == DecoderConfig.from_huggingface(config)
 
 
 def test_checkpoint_tensors_are_checked() -> None:

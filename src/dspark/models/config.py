@@ -12,6 +12,14 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from dspark.models.rope import RopeSettings
 
 _SCALED_ROPES = ("linear", "llama3", "yarn")
+# Keys that configs carry beside those of their class and that change nothing here, or are turned into others there.
+_NEUTRAL_KEYS = frozenset(
+    {
+        "attn_implementation", "auto_map", "cache_implementation", "head_dim", "is_llama_config", "model_max_length",
+        "name_or_path", "rope_local_base_freq", "rope_scaling", "rope_theta", "sliding_window_pattern",
+        "tokenizer_class", "torch_dtype", "transformers.js_config", "unsloth_fixed", "unsloth_version",
+    }
+)  # fmt: skip
 _ACTIVATIONS = {"silu": "silu", "gelu_pytorch_tanh": "gelu_tanh", "gelu_tanh": "gelu_tanh"}
 
 
@@ -30,7 +38,6 @@ class DecoderConfig:
         final_softcap: ``cap * tanh(logits / cap)``; None for none.
     """
 
-    family: str
     vocab_size: int
     hidden_size: int
     intermediate_size: int
@@ -73,6 +80,7 @@ class DecoderConfig:
             if raw.get(field):
                 raise ValueError(f"config.json: {field} is not supported; use an unquantised checkpoint")
         hf = AutoConfig.for_model(**{**raw, "model_type": model_type})
+        _refuse_unknown(raw, type(hf)().to_dict())
         variant = _FAMILIES[model_type](hf)
         activation = getattr(hf, "hidden_act", None) or getattr(hf, "hidden_activation", None)
         if activation not in _ACTIVATIONS:
@@ -93,7 +101,6 @@ class DecoderConfig:
         head_dim = getattr(hf, "head_dim", None) or hf.hidden_size // hf.num_attention_heads
         rope, sliding_rope, theta = _read_rope(hf, head_dim)
         return DecoderConfig(
-            family=str(model_type),
             vocab_size=hf.vocab_size,
             hidden_size=hf.hidden_size,
             intermediate_size=hf.intermediate_size,
@@ -112,6 +119,16 @@ class DecoderConfig:
             sliding_layers=sliding_layers,
             **{"query_scale": head_dim**-0.5, **variant},
         )
+
+
+def _refuse_unknown(raw: Mapping[str, Any], known: Mapping[str, Any]) -> None:
+    """Refuse a setting that the family's config class does not have; one that is switched off needs no support."""
+    for key, value in raw.items():
+        if key not in known and key not in _NEUTRAL_KEYS and not key.startswith("_") and value not in (None, False):
+            raise ValueError(
+                f"config.json: {key} ({value!r}) is not a setting of {raw['model_type']} that is supported; "
+                "remove it if it has no effect"
+            )
 
 
 def _llama(hf: Any) -> dict[str, Any]:
