@@ -244,3 +244,4 @@ def test_segments_are_checked_before_anything_is_written() -> None:
         cache.truncate(0, 9)
     with pytest.raises(ValueError, match="tap layers"):
         model.forward(tokens, [Segment(1, 0, 4)], cache, (4,))
+    assert cache.lengths == [8, 0]

@@ -142,13 +142,16 @@ class Decoder:
         and causally to itself.
 
         Raises:
-            ValueError: if the segments do not add up to ``N`` tokens, do not continue their slots or do not fit.
+            ValueError: if the segments do not add up to ``N`` tokens, do not continue their slots or do not fit, or a
+                tap layer does not exist. Nothing is written then.
         """
         segments = list(segments)
         if sum(segment.length for segment in segments) != len(token_ids_N):
             raise ValueError(f"segments hold {sum(s.length for s in segments)} tokens, token_ids {len(token_ids_N)}")
-        cache.reserve(segments)
         c = self._config
+        if missing := [layer for layer in tap_layers if not 0 <= layer < c.num_layers]:
+            raise ValueError(f"tap layers {missing} do not exist: the target has layers 0 to {c.num_layers - 1}")
+        cache.reserve(segments)
         group = c.num_heads // c.num_kv_heads
         # int8 products are exact sums: with invariant attention the whole pass is.
         plan = AttentionPlan(segments, self._device, self._dtype, c.sliding_window, group, invariant=self._quantised)
@@ -172,8 +175,6 @@ class Decoder:
             x_NH = x_NH + mlp_NH
             if index in tap_layers:
                 taps[index] = x_NH
-        if missing := [layer for layer in tap_layers if layer not in taps]:
-            raise ValueError(f"tap layers {missing} do not exist: the target has {c.num_layers} layers")
         return TargetOutput(
             hidden_NH=self._norm(x_NH, self._final_norm_H),
             taps_NT=torch.cat([taps[layer] for layer in tap_layers], dim=-1) if tap_layers else None,
