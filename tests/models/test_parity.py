@@ -165,6 +165,20 @@ def test_int8_tokens_have_the_same_bits_alone_and_in_a_block(name: str, prompt_l
     assert torch.equal(model.logits(block), torch.cat([model.logits(hidden) for hidden in alone]))
 
 
+@pytest.mark.parametrize("prompt_length", [130, 200])
+@torch.no_grad()
+def test_int8_tokens_have_the_same_bits_whatever_the_cache_could_hold(prompt_length: int) -> None:
+    """Another ``max_tokens`` means another cache: what both answers have must not depend on it."""
+    model = ours(random_model(CONFIGS["llama-wide-heads"]), "int8")
+    text = torch.randint(0, 97, (prompt_length + 1,))
+    outputs = []
+    for max_length in (len(text), len(text) + 13, len(text) + 100, 300):
+        cache = model.new_cache(1, max_length)
+        model.forward(text[:-1], [Segment(0, 0, prompt_length)], cache)
+        outputs.append(model.forward(text[-1:], [Segment(0, prompt_length, 1)], cache).hidden_NH)
+    assert all(torch.equal(output, outputs[0]) for output in outputs)
+
+
 @pytest.mark.parametrize(
     ("config", "field"),
     [

@@ -16,9 +16,10 @@ from torch.nn import functional
 
 from dspark.types import Segment
 
-# The invariant way: queries in blocks of this many, keys up to a multiple of that many. Any fixed numbers would do.
+# The invariant way: queries in blocks of this many, keys up to a multiple of that many. Any fixed numbers would do,
+# as long as the cache holds whole blocks of keys.
 _QUERY_BLOCK = 8
-_KEY_BLOCK = 256
+KEY_BLOCK = 256
 _MAX_INVARIANT_QUERIES = 4 * _QUERY_BLOCK
 
 
@@ -110,7 +111,7 @@ def attend(
     """Write the new keys and values into their slots, then attend: ``[N, heads, D]``.
 
     Args:
-        keys, values: this layer's cache ``[slots, kv_heads, max_length, D]``.
+        keys, values: this layer's cache ``[slots, kv_heads, positions, D]``.
     """
     num_kv_heads, head_dim = k_NhD.shape[1:]
     rows, queries, group = plan.num_rows, plan.max_query, plan.group
@@ -150,7 +151,7 @@ def _query_blocks(
     blocks = []
     begin = segment.start
     while begin < segment.end:
-        num_keys = (begin // _KEY_BLOCK + 1) * _KEY_BLOCK
+        num_keys = (begin // KEY_BLOCK + 1) * KEY_BLOCK
         end = min(segment.end, begin + _QUERY_BLOCK, num_keys)
         # Padding queries repeat the last position: they must see something, or softmax would divide zero by zero.
         positions_Q1 = (begin + torch.arange(_QUERY_BLOCK)).clamp(max=end - 1).unsqueeze(1)
@@ -182,18 +183,18 @@ def _attend_invariant(
     scale: float,
     sliding: bool,
 ) -> torch.Tensor:
-    num_kv_heads, max_length, head_dim = keys_hLD.shape
+    num_kv_heads, _, head_dim = keys_hLD.shape
     group = plan.group
     q_NhgD = q_NhD.view(-1, num_kv_heads, group, head_dim)
     out_NhgD = torch.empty_like(q_NhgD)
     for block in plan.query_blocks:
-        count, num_keys = block.end - block.begin, min(block.num_keys, max_length)
+        count, num_keys = block.end - block.begin, block.num_keys
         q_QhgD = q_NhgD[block.begin : block.end]
         if count < _QUERY_BLOCK:
             q_QhgD = functional.pad(q_QhgD, (0, 0, 0, 0, 0, 0, 0, _QUERY_BLOCK - count))
         q_hGD = q_QhgD.permute(1, 2, 0, 3).reshape(num_kv_heads, group * _QUERY_BLOCK, head_dim)
         scores_hGK = torch.bmm(q_hGD, keys_hLD[:, :num_keys].transpose(1, 2)).mul_(scale)
-        mask_QK = (block.sliding_mask_QK if sliding else block.mask_QK)[:, :num_keys]
+        mask_QK = block.sliding_mask_QK if sliding else block.mask_QK
         scores_hGK.view(num_kv_heads, group, _QUERY_BLOCK, num_keys).add_(mask_QK)
         mixed_hGD = torch.bmm(scores_hGK.softmax(-1), values_hLD[:, :num_keys])
         mixed_QhgD = mixed_hGD.view(num_kv_heads, group, _QUERY_BLOCK, head_dim).permute(2, 0, 1, 3)

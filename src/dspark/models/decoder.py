@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch.nn import functional
 
-from dspark.models.attention import AttentionPlan, attend
+from dspark.models.attention import KEY_BLOCK, AttentionPlan, attend
 from dspark.models.config import DecoderConfig
 from dspark.models.kv_cache import KVCache
 from dspark.models.linear import FloatLinear, Int8Linear, Linear
@@ -115,6 +115,7 @@ class Decoder:
             head_dim=self._config.head_dim,
             dtype=self._dtype,
             device=self._device,
+            block=KEY_BLOCK if self._quantised else 1,
         )
 
     def embed(self, token_ids: torch.Tensor) -> torch.Tensor:

@@ -10,9 +10,9 @@ from dspark.types import Segment
 class KVCache:
     """Keys and values of ``num_slots`` requests, allocated once.
 
-    ``keys[layer]`` and ``values[layer]`` have shape ``[slots, kv_heads, max_length, head_dim]``. ``lengths[slot]``
-    counts the valid positions; what lies beyond is stale and is overwritten before it is ever read, so rolling back
-    (:meth:`truncate`) costs nothing.
+    ``keys[layer]`` and ``values[layer]`` have shape ``[slots, kv_heads, positions, head_dim]``, where ``positions`` is
+    ``max_length`` rounded up to a multiple of ``block``. ``lengths[slot]`` counts the valid positions; what lies beyond
+    is stale, masked in attention and overwritten before it counts, so rolling back (:meth:`truncate`) costs nothing.
     """
 
     def __init__(
@@ -25,12 +25,14 @@ class KVCache:
         head_dim: int,
         dtype: torch.dtype,
         device: torch.device,
+        block: int = 1,
     ) -> None:
         if num_slots < 1 or max_length < 1:
             raise ValueError(f"a cache needs at least one slot and one position, got {num_slots=} and {max_length=}")
         self.num_slots = num_slots
         self.max_length = max_length
-        shape = (num_layers, num_slots, num_kv_heads, max_length, head_dim)
+        positions = -(-max_length // block) * block
+        shape = (num_layers, num_slots, num_kv_heads, positions, head_dim)
         # Zeros, not empty: attention multiplies masked positions by zero, and 0 * NaN would be NaN.
         self.keys = torch.zeros(shape, dtype=dtype, device=device)
         self.values = torch.zeros(shape, dtype=dtype, device=device)
