@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from huggingface_hub import snapshot_download
 from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from dspark.models.config import DecoderConfig
@@ -125,10 +125,13 @@ def _read_weights(directory: Path) -> dict[str, torch.Tensor]:
     for name in names:
         if not (directory / name).is_file():
             raise FileNotFoundError(f"{directory / name} is missing (only safetensors checkpoints are read)")
-        with safe_open(directory / name, framework="pt") as file:
-            for key in file.keys():  # noqa: SIM118 - not a dict
-                if (ours := _language_model_name(key)) is not None:
-                    weights[ours] = file.get_tensor(key)
+        try:
+            with safe_open(directory / name, framework="pt") as file:
+                for key in file.keys():  # noqa: SIM118 - not a dict
+                    if (ours := _language_model_name(key)) is not None:
+                        weights[ours] = file.get_tensor(key)
+        except SafetensorError as error:
+            raise ValueError(f"{directory / name} is damaged ({error}); fetch it again") from error
     return weights
 
 
