@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import shutil
 import sys
 
 import pytest
@@ -111,3 +112,27 @@ def test_a_prompt_longer_than_the_context_is_an_error(dspark, models):
     run = dspark("generate", "x" * 600, *models)
     assert run.code == 2
     assert "512" in run.err
+
+
+def test_a_device_that_is_not_there_is_named(dspark, models):
+    run = dspark("generate", "hello", *models, "--device", "quantum")
+    assert run.code == 2
+    assert "device 'quantum' cannot be used here" in run.err
+
+
+def test_a_damaged_checkpoint_is_named(dspark, tiny_target, tmp_path):
+    copy = shutil.copytree(tiny_target, tmp_path / "copy")
+    content = (copy / "model.safetensors").read_bytes()
+    (copy / "model.safetensors").write_bytes(content[: len(content) // 2])
+    run = dspark("generate", "hello", "--target", copy, "--drafter", "none")
+    assert run.code == 2
+    assert f"{copy / 'model.safetensors'} is damaged" in run.err
+
+
+def test_a_conversation_that_the_template_refuses_is_an_error(dspark, tiny_target, tmp_path):
+    copy = shutil.copytree(tiny_target, tmp_path / "copy")
+    for file in copy.glob("*.jinja"):
+        file.write_text("{{ raise_exception('no system role') }}")
+    run = dspark("generate", "hello", "--target", copy, "--drafter", "none", "--system", "be kind")
+    assert run.code == 2
+    assert "no system role" in run.err

@@ -116,3 +116,10 @@ def test_bad_requests_are_named(changes: dict[str, object], message: str) -> Non
     }
     with pytest.raises(ValueError, match=message):
         complete([GenerationRequest(**{**arguments, **changes})], 1)  # type: ignore[arg-type]
+
+
+def test_a_uniform_next_to_one_is_not_rounded_up_to_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In float32 it would be 1, which no token answers to: one token in 30 million would end a data run for good."""
+    monkeypatch.setattr("dspark.engine.batch.uniform", lambda seed, position: 1.0 - 2.0**-53)
+    request = make_requests(2)[1]
+    assert complete([request], 1)[request.request_id].token_ids[0] == VOCABULARY - 1

@@ -241,3 +241,18 @@ def test_bad_arguments_are_named_before_any_work(arguments: dict[str, object], m
     with pytest.raises(ValueError, match=message):
         generate(target, None, arguments.pop("prompt", PROMPT), SamplingSettings(), **{"max_tokens": 4, **arguments})  # type: ignore[arg-type]
     assert target.forward_tokens == []
+
+
+@pytest.mark.parametrize(
+    "choice", [{}, {"temperature": 1.0, "seed": 3}, {"temperature": 1.0}], ids=["greedy", "coupled", "p/q"]
+)
+def test_a_ban_on_every_draft_token_does_not_end_the_answer(choice: dict[str, object]) -> None:
+    """The reduced drafter knows tokens 0, 2 and 3 only; the target has 1 and 4 left."""
+    banned = dict.fromkeys((0, 2, 3), -float("inf"))
+    settings = SamplingSettings(logit_bias=banned, **choice)  # type: ignore[arg-type]
+    result = run("reduced", settings, max_tokens=12)[1]
+    assert len(result.token_ids) == 12
+    assert set(result.token_ids) <= {1, 4}
+    assert result.accepted == 0
+    if choice != {"temperature": 1.0}:
+        assert result.token_ids == run("none", settings, max_tokens=12)[1].token_ids

@@ -64,3 +64,15 @@ def test_an_unfinished_character_at_the_end_is_shown_as_such() -> None:
 def test_an_empty_stop_string_is_refused() -> None:
     with pytest.raises(ValueError, match="must not be empty"):
         IncrementalText(TOKENIZER, [""])
+
+
+def test_a_stop_string_before_an_unfinished_character_is_not_shown() -> None:
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    vocabulary = {symbol: i for i, symbol in enumerate([*alphabet, ".Ã"])}  # one token: a full stop and half an é
+    tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[(".", "Ã")]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    incremental = IncrementalText(PreTrainedTokenizerFast(tokenizer_object=tokenizer), ["b."])
+    shown = "".join(incremental.push(vocabulary[token]) for token in ("a", "b", ".Ã"))
+    assert shown + incremental.finish() == incremental.text == "a"
+    assert incremental.stopped

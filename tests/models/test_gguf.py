@@ -114,3 +114,14 @@ def test_what_is_not_supported_is_named(tmp_path: Path) -> None:
     (tmp_path / "broken.gguf").write_bytes(b"not a gguf file at all, only text")
     with pytest.raises(ValueError, match="not a readable GGUF"):
         read_gguf(tmp_path / "broken.gguf")
+
+
+@pytest.mark.parametrize("key", ["tokens", "merges", "token_type"])
+def test_a_missing_key_is_named(key: str, tmp_path: Path) -> None:
+    write_llama(tmp_path / "tiny.gguf")
+    content = (tmp_path / "tiny.gguf").read_bytes()
+    name = f"tokenizer.ggml.{key}".encode()
+    assert content.count(name) == 1
+    (tmp_path / "tiny.gguf").write_bytes(content.replace(name, name[:-1] + b"?"))
+    with pytest.raises(ValueError, match=f"tokenizer.ggml.{key} is missing"):
+        read_gguf(tmp_path / "tiny.gguf")

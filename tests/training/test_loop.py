@@ -259,3 +259,24 @@ def test_unusable_settings_are_refused_before_anything_is_computed(
     assert not (tmp_path / "run").exists()
     with pytest.raises(FileNotFoundError, match="nowhere"):
         plan_run(tiny_recipe(tmp_path / "nowhere", tmp_path / "run"), target)
+
+
+def test_a_run_that_stopped_early_stays_where_it_is(target: LoadedTarget, data: Path, tmp_path: Path) -> None:
+    recipe = tiny_recipe(
+        data,
+        tmp_path / "run",
+        optimiser={"learning_rate": 1e-12, "muon_learning_rate": 1e-12},
+        held_out={"every_steps": 2, "patience": 2},
+    )
+    first, again = open_trainer(recipe, target).run(), open_trainer(recipe, target).run()
+    assert (first.end, again.end) == ("early_stop", "early_stop")
+    assert again.steps == first.steps
+
+
+def test_a_run_does_not_go_on_with_a_teacher_of_another_type(target: LoadedTarget, data: Path, tmp_path: Path) -> None:
+    run_and_kill(open_trainer(tiny_recipe(data, tmp_path / "run"), target), 5)
+    states = {"directory": tmp_path / "others", "dtype": "bfloat16"}
+    with pytest.raises(ValueError, match=r"another recipe \(states.dtype was 'float32' and is 'bfloat16'\)"):
+        open_trainer(tiny_recipe(data, tmp_path / "run", states=states), target)
+    elsewhere = {"directory": tmp_path / "others", "shard_mib": 1, "tokens_per_batch": 300}
+    assert open_trainer(tiny_recipe(data, tmp_path / "run", states=elsewhere), target).step == 4

@@ -228,3 +228,20 @@ def test_the_tap_scale_is_the_usual_size_not_the_massive_one(
 
     monkeypatch.setattr(StateStore, "read", with_a_massive_first_token)
     assert (tap_scale(store, store.rows) / usual < 1.3).all()
+
+
+def test_only_one_process_writes_and_only_its_own_leftovers_go(
+    target: LoadedTarget, rows: list[DataRow], spec: StoreSpec, tmp_path: Path
+) -> None:
+    """Two writers would number their shards alike, and one would then read the states of the other's rows."""
+    (tmp_path / ".bashrc").write_text("not ours")
+    (tmp_path / ".git").mkdir()
+    (tmp_path / ".shard-00007.safetensors.123").write_bytes(b"half")
+
+    def meanwhile(tokens: int) -> None:
+        with pytest.raises(BlockingIOError, match="another process is writing"):
+            build_states(target.model, rows[::-1], tmp_path, spec)
+
+    build_states(target.model, rows, tmp_path, spec, tokens_per_batch=50, on_progress=meanwhile)
+    assert sorted(path.name for path in tmp_path.glob(".*")) == [".bashrc", ".git"]
+    build_states(target.model, rows, tmp_path, spec)

@@ -56,11 +56,11 @@ def train(
     dspark train recipes/smollm2-135m.yaml batch.steps=400 --out runs/short
     ```
     """
-    from dspark.cli import EXIT_INTERRUPTED, EXIT_OK
+    from dspark.cli import EXIT_OK
     from dspark.models.loading import load_target
-    from dspark.training.loop import Trainer
+    from dspark.training.locking import exclusive
     from dspark.training.recipe import load_recipe
-    from dspark.training.run import plan_run, prepare_run
+    from dspark.training.run import plan_run
 
     options = {"out": out, "target": target, "device": device}
     given = [f"{name}={jsonlib.dumps(str(value))}" for name, value in options.items() if value is not None]
@@ -75,6 +75,16 @@ def train(
         if json:
             print(jsonlib.dumps({"plan": _plan_facts(plan)}))
         return EXIT_OK
+    with exclusive(settings.out / ".running"):  # not the run itself, which may be where the states are
+        return _run(console, plan, resume=resume, json=json)
+
+
+def _run(console: Console, plan: RunPlan, *, resume: bool, json: bool) -> int:
+    from dspark.cli import EXIT_INTERRUPTED, EXIT_OK
+    from dspark.training.loop import Trainer
+    from dspark.training.run import prepare_run
+
+    settings = plan.recipe
     with _progress(console) as progress:
         bar = progress.add_task("teacher states", total=plan.estimate.tokens, visible=plan.estimate.tokens > 0)
         run = prepare_run(plan, resume=resume, on_tokens=lambda tokens: progress.advance(bar, tokens))

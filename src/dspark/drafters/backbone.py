@@ -73,43 +73,49 @@ class FusedWeights:
     qkv_LOH: Tensor
     gate_up_LIH: Tensor
     head_norms_L2d: Tensor
-    views: tuple[tuple[Tensor, int], ...]
+    pointers: tuple[int, ...]
 
     @classmethod
     def build(cls, layers: nn.ModuleList) -> FusedWeights:
         """Stack the parameters of `layers` and make them views of the stacks."""
-        qkv_groups: list[list[Tensor]] = []
-        gate_up_groups: list[list[Tensor]] = []
-        norm_groups: list[list[Tensor]] = []
-        for layer in layers:
-            assert isinstance(layer, DraftLayer)
-            attention, mlp = layer.self_attn, layer.mlp
-            qkv_groups.append([attention.q_proj.weight, attention.k_proj.weight, attention.v_proj.weight])
-            gate_up_groups.append([mlp.gate_proj.weight, mlp.up_proj.weight])
-            norm_groups.append([attention.q_norm.weight, attention.k_norm.weight])
+        qkv_groups, gate_up_groups, norm_groups = _fused_groups(layers)
         # Parameters must stay ordinary tensors even if the first block is drafted in inference mode.
         with torch.inference_mode(False), torch.no_grad():
             qkv_LOH = torch.stack([torch.cat([weight.detach() for weight in group]) for group in qkv_groups])
             gate_up_LIH = torch.stack([torch.cat([weight.detach() for weight in group]) for group in gate_up_groups])
             norms_LD = torch.stack([torch.cat([weight.detach() for weight in group]) for group in norm_groups])
-            views: list[tuple[Tensor, int]] = []
+            pointers: list[int] = []
             for stacked, groups in ((qkv_LOH, qkv_groups), (gate_up_LIH, gate_up_groups), (norms_LD, norm_groups)):
                 for layer_rows, group in zip(stacked, groups, strict=True):
                     start = 0
                     for weight in group:
                         weight.data = layer_rows[start : start + len(weight)]
-                        views.append((weight, weight.data_ptr()))
+                        pointers.append(weight.data_ptr())
                         start += len(weight)
         return cls(
             qkv_LOH=qkv_LOH,
             gate_up_LIH=gate_up_LIH,
             head_norms_L2d=norms_LD.view(len(layers), 2, -1),
-            views=tuple(views),
+            pointers=tuple(pointers),
         )
 
-    def is_current(self) -> bool:
-        """Whether the parameters are still views of the stacks."""
-        return all(weight.data_ptr() == pointer for weight, pointer in self.views)
+    def is_current(self, layers: nn.ModuleList) -> bool:
+        """Whether the parameters that `layers` have now are still views of the stacks."""
+        weights = [weight for groups in _fused_groups(layers) for group in groups for weight in group]
+        return all(weight.data_ptr() == pointer for weight, pointer in zip(weights, self.pointers, strict=True))
+
+
+def _fused_groups(layers: nn.ModuleList) -> tuple[list[list[Tensor]], list[list[Tensor]], list[list[Tensor]]]:
+    qkv_groups: list[list[Tensor]] = []
+    gate_up_groups: list[list[Tensor]] = []
+    norm_groups: list[list[Tensor]] = []
+    for layer in layers:
+        assert isinstance(layer, DraftLayer)
+        attention, mlp = layer.self_attn, layer.mlp
+        qkv_groups.append([attention.q_proj.weight, attention.k_proj.weight, attention.v_proj.weight])
+        gate_up_groups.append([mlp.gate_proj.weight, mlp.up_proj.weight])
+        norm_groups.append([attention.q_norm.weight, attention.k_norm.weight])
+    return qkv_groups, gate_up_groups, norm_groups
 
 
 def block_attention(

@@ -451,7 +451,7 @@ class DSparkDrafter(nn.Module):
         return cast(list[DraftLayer], list(self.layers))
 
     def _fused_weights(self) -> FusedWeights:
-        if self._fused is None or not self._fused.is_current():
+        if self._fused is None or not self._fused.is_current(self.layers):
             self._fused = FusedWeights.build(self.layers)
         return self._fused
 

@@ -158,7 +158,7 @@ class BatchGenerator:
             else:
                 probs_GV = token_probs(logits_GV, row.request.settings, row.history)
                 noise = [self._uniform(slots[index]) for index in indices]
-                chosen = sample_rows(probs_GV, torch.tensor(noise, device=logits_RV.device))
+                chosen = sample_rows(probs_GV, torch.tensor(noise, dtype=torch.float64, device=logits_RV.device))
             for index, token in zip(indices, chosen.tolist(), strict=True):
                 sampled[index] = token
         return sampled

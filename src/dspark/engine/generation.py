@@ -112,6 +112,8 @@ class _Generation:
             event = self._round()
             seconds += time.perf_counter() - started
         held_back = self._text.finish() if self._text is not None else ""
+        if self._text is not None and self._text.stopped:
+            self._finish_reason = "stop"
         yield replace(event, text=event.text + held_back, result=self._result(seconds, prefill_seconds))
 
     def _prefill(self) -> torch.Tensor:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Protocol
 
 import numpy as np
@@ -75,6 +77,7 @@ class _RequestState:
         self.settings = settings
         self.columns_D = columns_D
         self.next_position = len(prompt_ids)
+        self.draft_settings = _draftable(settings, columns_D)
         self._history = TokenHistory(prompt_ids) if settings.needs_history else None
 
     def target_histories(self, draft_tokens: list[int]) -> list[TokenHistory] | None:
@@ -104,7 +107,7 @@ class GreedySampling:
     def draft(self, index: int, logits_1D: torch.Tensor, tokens_1k: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         if not self._is_plain:
             history = self._state.draft_history(tokens_1k)
-            logits_1D = warp_logits(logits_1D, self._state.settings, history, self._state.columns_D)
+            logits_1D = warp_logits(logits_1D, self._state.draft_settings, history, self._state.columns_D)
         return greedy_sampler(index, logits_1D, tokens_1k)
 
     def verify(
@@ -132,7 +135,7 @@ class CoupledSampling:
 
     def draft(self, index: int, logits_1D: torch.Tensor, tokens_1k: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         state = self._state
-        probs_1D = token_probs(logits_1D, state.settings, state.draft_history(tokens_1k), state.columns_D)
+        probs_1D = token_probs(logits_1D, state.draft_settings, state.draft_history(tokens_1k), state.columns_D)
         gumbel_V = self._gumbel(state.next_position + index, self._draft_ids_end or logits_1D.shape[-1])
         gumbel_D = gumbel_V[: logits_1D.shape[-1]] if self._draft_ids is None else gumbel_V[self._draft_ids]
         return coupled_sample_rows(probs_1D, gumbel_D[None]), probs_1D
@@ -167,7 +170,7 @@ class SpeculativeSampling:
 
     def draft(self, index: int, logits_1D: torch.Tensor, tokens_1k: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         state = self._state
-        probs_1D = token_probs(logits_1D, state.settings, state.draft_history(tokens_1k), state.columns_D)
+        probs_1D = token_probs(logits_1D, state.draft_settings, state.draft_history(tokens_1k), state.columns_D)
         uniforms_1 = torch.tensor([self._random()], dtype=torch.float64)
         return sample_rows(probs_1D, uniforms_1), probs_1D
 
@@ -185,3 +188,17 @@ class SpeculativeSampling:
 
     def commit(self, token_ids: list[int]) -> None:
         self._state.commit(token_ids)
+
+
+def _draftable(settings: SamplingSettings, columns_D: torch.Tensor | None) -> SamplingSettings:
+    """The settings for drafting: without the bans where these leave a reduced draft vocabulary no token at all.
+
+    A banned token is then drafted, and never accepted; the output is the target's either way.
+    """
+    if columns_D is None:
+        return settings
+    banned = {token for token, bias in settings.logit_bias.items() if bias == -math.inf}
+    if not banned or not banned.issuperset(columns_D.tolist()):
+        return settings
+    allowed = {token: bias for token, bias in settings.logit_bias.items() if token not in banned}
+    return replace(settings, logit_bias=allowed)

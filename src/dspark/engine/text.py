@@ -40,18 +40,22 @@ class IncrementalText:
         """Take one token, return the text that is now safe to show; sets ``stopped`` when a stop string is complete."""
         self._token_ids.append(token_id)
         self._held += self._new_text(final=False)
-        stop_at = min((at for stop in self._stop_strings if (at := self._held.find(stop)) >= 0), default=-1)
-        if stop_at >= 0:
-            self.stopped = True
-            return self._release(stop_at)
-        return self._release(len(self._held) - self._possible_stop_length())
+        stop_at = self._find_stop(-1)
+        return self._release(stop_at if self.stopped else len(self._held) - self._possible_stop_length())
 
     def finish(self) -> str:
         """Release what was held back (nothing, if a stop string ended the answer)."""
         if self.stopped:
             return ""
         self._held += self._new_text(final=True)
-        return self._release(len(self._held))
+        # A stop string may stand before an unfinished character, in one token with its beginning.
+        return self._release(self._find_stop(len(self._held)))
+
+    def _find_stop(self, default: int) -> int:
+        """Where the first stop string begins in the held text (which sets ``stopped``), or ``default``."""
+        stop_at = min((at for stop in self._stop_strings if (at := self._held.find(stop)) >= 0), default=-1)
+        self.stopped = stop_at >= 0
+        return stop_at if self.stopped else default
 
     def _release(self, length: int) -> str:
         shown, self._held = self._held[:length], "" if self.stopped else self._held[length:]

@@ -60,7 +60,10 @@ def read_gguf(path: Path) -> GGUFModel:
         reader = gguf.GGUFReader(path)
     except (ValueError, IndexError, KeyError) as error:
         raise ValueError(f"{path} is not a readable GGUF file: {error}") from error
-    metadata = {key: field.contents() for key, field in reader.fields.items()}
+    try:
+        metadata = {key: field.contents() for key, field in reader.fields.items()}
+    except (ValueError, IndexError, KeyError) as error:
+        raise ValueError(f"{path} is damaged: its metadata cannot be read ({error})") from error
     config = _read_config(metadata, path)
     has_head = any(tensor.name == "output.weight" for tensor in reader.tensors)
     config["tie_word_embeddings"] = not has_head
@@ -90,6 +93,8 @@ def _read_config(metadata: dict[str, Any], path: Path) -> dict[str, Any]:
         raise ValueError(
             f"{path}: {architecture}.rope.scaling.type is not supported in GGUF; use the Hugging Face checkpoint"
         )
+    if "tokenizer.ggml.tokens" not in metadata:
+        raise ValueError(f"{path}: the key tokenizer.ggml.tokens is missing")
     heads = get("attention.head_count")
     head_dim = metadata.get(f"{architecture}.attention.key_length", get("embedding_length") // heads)
     if metadata.get(f"{architecture}.rope.dimension_count", head_dim) != head_dim:

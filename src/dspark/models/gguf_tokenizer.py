@@ -51,9 +51,15 @@ def tokenizer_from_gguf(metadata: dict[str, Any], path: Path) -> PreTrainedToken
             f"{path}: tokenizer.ggml.model {model!r} with tokenizer.ggml.pre {split!r} is not supported "
             f"(byte-level BPE, one of {sorted(_SPLITS)}); use the Hugging Face checkpoint"
         )
+    for key in ("tokenizer.ggml.merges", "tokenizer.ggml.token_type"):
+        if key not in metadata:
+            raise ValueError(f"{path}: the key {key} is missing")
     tokens: list[str] = metadata["tokenizer.ggml.tokens"]
     merges = [tuple(merge.split(" ")) for merge in metadata["tokenizer.ggml.merges"]]
-    tokenizer = Tokenizer(models.BPE(vocab={t: i for i, t in enumerate(tokens)}, merges=merges))
+    try:
+        tokenizer = Tokenizer(models.BPE(vocab={t: i for i, t in enumerate(tokens)}, merges=merges))
+    except Exception as error:  # tokenizers raises nothing more special
+        raise ValueError(f"{path}: tokenizer.ggml.tokens and tokenizer.ggml.merges do not fit ({error})") from error
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(_SPLITS[split])
     tokenizer.decoder = decoders.ByteLevel()
     if split == "qwen2":

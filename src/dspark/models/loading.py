@@ -50,6 +50,7 @@ def load_target(name_or_path: str = "embedded", *, dtype: str = "auto", device: 
         ValueError: if the checkpoint cannot be used, naming the field or tensor.
         OSError: if it cannot be found or fetched.
     """
+    _check_device(device)
     path = _resolve(name_or_path)
     if path.is_file():
         model = read_gguf(path)
@@ -77,6 +78,14 @@ def resolve_dtype(dtype: str, device: str) -> str:
         return dtype
     has_int8 = torch.device(device).type == "cpu" and "fbgemm" in torch.backends.quantized.supported_engines
     return "int8" if has_int8 else "bfloat16"
+
+
+def _check_device(device: str) -> None:
+    try:
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError) as error:
+        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+        raise ValueError(f"device {device!r} cannot be used here: {reason}") from error
 
 
 def _resolve(name_or_path: str) -> Path:
@@ -120,7 +129,11 @@ def _text_config(raw: dict[str, Any]) -> dict[str, Any]:
 
 def _read_weights(directory: Path) -> dict[str, torch.Tensor]:
     index = _read_json(directory / "model.safetensors.index.json", required=False)
-    names = sorted(set(index["weight_map"].values())) if index else ["model.safetensors"]
+    names = ["model.safetensors"]
+    if index:
+        if not isinstance(index.get("weight_map"), dict):
+            raise ValueError(f"{directory / 'model.safetensors.index.json'} has no weight_map: fetch it again")
+        names = sorted(set(index["weight_map"].values()))
     weights: dict[str, torch.Tensor] = {}
     for name in names:
         if not (directory / name).is_file():

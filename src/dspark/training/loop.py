@@ -190,6 +190,10 @@ class Trainer:
         saved = progress.step
         with self._signals():
             while progress.step < recipe.batch.steps:
+                patience = recipe.held_out.patience
+                if patience is not None and progress.evaluations_since_best >= patience:
+                    end = "early_stop"
+                    break
                 if self._stop:
                     end = "interrupted"
                     break
@@ -201,10 +205,6 @@ class Trainer:
                 is_best = False
                 if last or progress.step % recipe.held_out.every_steps == 0:
                     is_best = self._evaluate(on_held_out)
-                patience = recipe.held_out.patience
-                if not last and patience is not None and progress.evaluations_since_best >= patience:
-                    end = "early_stop"
-                    break
                 if last or is_best or progress.step % recipe.checkpoint.every_steps == 0:
                     self._save()
                     saved = progress.step

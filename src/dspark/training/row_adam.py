@@ -30,6 +30,12 @@ class RowAdam(torch.optim.Optimizer):
         """See the class."""
         super().__init__(list(params), {"lr": lr, "betas": betas, "eps": eps})
 
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Restore the state, the step counts too on the parameters' device (torch moves all state but ``step``)."""
+        super().load_state_dict(state_dict)
+        for parameter, state in self.state.items():
+            state["step"] = state["step"].to(parameter.device)
+
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> None:  # type: ignore[override]
         """Update the rows that have a gradient."""

@@ -35,7 +35,9 @@ from dspark.training.vocabulary import choose_draft_vocabulary, count_response_t
 __all__ = ["Run", "RunPlan", "RunStart", "batch_order", "drafter_config", "plan_run", "prepare_run", "start_drafter"]
 
 _RUN_FILE = "run.json"
-_FREE_TO_CHANGE = ("data", "out", "device", "checkpoint", "states")
+_FREE_TO_CHANGE = (
+    "data", "out", "device", "checkpoint", "states.directory", "states.tokens_per_batch", "states.shard_mib",
+)  # fmt: skip
 """Recipe keys that may differ between a run and its continuation: they do not decide what is computed."""
 
 
@@ -356,7 +358,7 @@ def _check_same_recipe(recipe: Recipe, recorded: dict[str, Any]) -> None:
     different = [
         f"{key} was {before.get(key)!r} and is {now.get(key)!r}"
         for key in sorted(now.keys() | before.keys())
-        if key.split(".")[0] not in _FREE_TO_CHANGE and before.get(key) != now.get(key)
+        if not any(f"{key}.".startswith(f"{free}.") for free in _FREE_TO_CHANGE) and before.get(key) != now.get(key)
     ]
     if different:
         raise ValueError(

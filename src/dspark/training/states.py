@@ -34,6 +34,7 @@ from torch import Tensor
 from dspark.models.target import Target
 from dspark.training.anchors import Span, anchor_positions
 from dspark.training.data.rows import DataRow
+from dspark.training.locking import exclusive
 from dspark.types import Segment
 
 __all__ = [
@@ -178,11 +179,24 @@ def build_states(
 
     Raises:
         ValueError: the store belongs to another target or setting, a row changed, or a shard is damaged.
-        OSError: the disk has not enough room.
+        OSError: the disk has not enough room, or another process writes to the store.
     """
-    directory.mkdir(parents=True, exist_ok=True)
-    for leftover in directory.glob(".*"):  # of a killed run
-        leftover.unlink()
+    with exclusive(directory):
+        return _build_states(target, rows, directory, spec, tokens_per_batch, shard_bytes, on_progress)
+
+
+def _build_states(
+    target: Target,
+    rows: Sequence[DataRow],
+    directory: Path,
+    spec: StoreSpec,
+    tokens_per_batch: int,
+    shard_bytes: int,
+    on_progress: Callable[[int], None] | None,
+) -> StateStore:
+    for pattern in (".shard-*.safetensors.*", f".{_INDEX}.*"):  # of a killed run; nothing else in there is ours
+        for leftover in directory.glob(pattern):
+            leftover.unlink()
     store = StateStore.open(directory, spec) if _has_index(directory) else StateStore(directory, spec, [])
     present = {row.id: row for row in store.rows}
     pending: list[tuple[StoredRow, DataRow]] = []
