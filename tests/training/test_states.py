@@ -245,3 +245,13 @@ def test_only_one_process_writes_and_only_its_own_leftovers_go(
     build_states(target.model, rows, tmp_path, spec, tokens_per_batch=50, on_progress=meanwhile)
     assert sorted(path.name for path in tmp_path.glob(".*")) == [".bashrc", ".git"]
     build_states(target.model, rows, tmp_path, spec)
+
+
+def test_another_checkpoint_of_the_same_shape_is_noticed() -> None:
+    """A fine-tuned target keeps its sizes and often its embedding; its states are other states."""
+    first, again, other = (
+        store_spec(tiny_target(sharpness=sharpness).model, tap_layers=(0,), max_length=100, target_dtype="float32")
+        for sharpness in (1.0, 1.0, 1.1)
+    )
+    assert first == again
+    assert first != other

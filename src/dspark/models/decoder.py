@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -20,6 +21,7 @@ _ACTIVATIONS: Mapping[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "silu": functional.silu,
     "gelu_tanh": lambda x: functional.gelu(x, approximate="tanh"),
 }
+_FINGERPRINT_STRIDE = 499
 COMPUTE_DTYPES = ("float32", "bfloat16", "int8")
 
 
@@ -81,6 +83,7 @@ class Decoder:
             self._lm_head_VH = reader.take("lm_head.weight", (c.vocab_size, c.hidden_size))
         self._lm_head = self._linear(self._lm_head_VH, None)
         reader.finish()
+        self._fingerprint = reader.fingerprint()
         self._activation = _ACTIVATIONS[c.activation]
         self._rope = RopeTable(c.rope, self._dtype, self._device)
         self._sliding_rope = RopeTable(c.sliding_rope, self._dtype, self._device) if c.sliding_rope else self._rope
@@ -88,6 +91,10 @@ class Decoder:
     @property
     def config(self) -> DecoderConfig:
         return self._config
+
+    @property
+    def fingerprint(self) -> str:
+        return self._fingerprint
 
     @property
     def device(self) -> torch.device:
@@ -261,6 +268,7 @@ class _WeightReader:
     def __init__(self, weights: Mapping[str, torch.Tensor], dtype: torch.dtype, device: torch.device) -> None:
         self._weights = weights
         self._left = set(weights)
+        self._digest = hashlib.sha256()
         self._dtype = dtype
         self._device = device
 
@@ -271,10 +279,16 @@ class _WeightReader:
         if tuple(tensor.shape) != shape:
             raise ValueError(f"tensor {name} has shape {tuple(tensor.shape)}, the config asks for {shape}")
         self._left.discard(name)
+        # A sample of every tensor tells checkpoints apart in no time; fine-tuning moves all of a matrix.
+        sample = tensor.detach().flatten()[::_FINGERPRINT_STRIDE].cpu().double().numpy()
+        self._digest.update(f"{name} {shape} ".encode() + sample.tobytes())
         return tensor.to(device=self._device, dtype=self._dtype)
 
     def drop(self, name: str) -> None:
         self._left.discard(name)
+
+    def fingerprint(self) -> str:
+        return self._digest.hexdigest()[:32]
 
     def finish(self) -> None:
         left = sorted(name for name in self._left if not name.endswith("rotary_emb.inv_freq"))

@@ -34,6 +34,11 @@ class Target(Protocol):
     def config(self) -> DecoderConfig: ...
 
     @property
+    def fingerprint(self) -> str:
+        """Hash that differs between checkpoints, whatever they are computed in."""
+        ...
+
+    @property
     def device(self) -> torch.device: ...
 
     @property

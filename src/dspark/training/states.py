@@ -60,7 +60,7 @@ class StoreSpec:
     """What the states of a store depend on, apart from the rows.
 
     Attributes:
-        target_fingerprint: hash of the target's shape and embedding.
+        target_fingerprint: the checkpoint that the states are of (``Target.fingerprint``).
         target_dtype: the type the target computed in.
         tap_layers: decoder layers whose outputs are stored side by side.
         max_length: rows are cut after this many tokens.
@@ -135,11 +135,8 @@ def store_spec(target: Target, *, tap_layers: Sequence[int], max_length: int, ta
             )
     if not 2 <= max_length <= config.max_position_embeddings:
         raise ValueError(f"max_length is {max_length}: it must lie between 2 and {config.max_position_embeddings}")
-    digest = hashlib.sha256(f"{config.num_layers} {config.hidden_size} {config.vocab_size} ".encode())
-    embedding_VH = target.embedding_weight_VH.detach().to("cpu", torch.bfloat16).contiguous()
-    digest.update(embedding_VH.view(torch.int16).numpy().tobytes())
     return StoreSpec(
-        target_fingerprint=digest.hexdigest()[:32],
+        target_fingerprint=target.fingerprint,
         target_dtype=target_dtype,
         tap_layers=tuple(tap_layers),
         hidden_size=config.hidden_size,
