@@ -152,7 +152,8 @@ def main() -> None:
             rows.append(json.loads(json.dumps(row)))
             file.write(json.dumps(row) + "\n")
             file.flush()
-    result = {"settings": {k: str(v) for k, v in vars(arguments).items()}, **summary(rows), "provenance": provenance()}
+    settings_used = {key: value.name if isinstance(value, Path) else value for key, value in vars(arguments).items()}
+    result = {"settings": settings_used, **summary(rows), "provenance": provenance()}
     arguments.out.write_text(json.dumps(result, indent=1) + "\n")
 
     table = Table(

@@ -37,7 +37,7 @@ def open_models(*, target: str, drafter: str | None, speculation: bool, dtype: s
 
     from dspark.drafters.checkpoint import load_drafter
 
-    opened = load_drafter(name, loaded.model, device=loaded.model.device, dtype=loaded.model.dtype)
+    opened = load_drafter(name, loaded.model, device=loaded.model.device)
     return Models(target=loaded, drafter=opened, drafter_name=name)
 
 

@@ -198,9 +198,8 @@ class DSparkDrafter(nn.Module):
 
         config, fused = self.config, self._fused_weights()
         context_NH = self._context(taps_NT)
-        kv_LNO = torch.matmul(
-            context_NH, fused.qkv_LOH[:, config.num_attention_heads * config.head_dim :].transpose(1, 2)
-        )
+        first_key_row = config.num_attention_heads * config.head_dim
+        kv_LNO = torch.stack([F.linear(context_NH, qkv_OH[first_key_row:]) for qkv_OH in fused.qkv_LOH])
         keys, values = kv_LNO.view(*kv_LNO.shape[:2], 2, config.num_key_value_heads, config.head_dim).unbind(2)
         norms_L11d = fused.head_norms_L2d[:, 1, None, None]
         keys = F.rms_norm(keys, (config.head_dim,), None, config.rms_norm_eps) * norms_L11d
