@@ -127,7 +127,7 @@ def test_emitted_frequencies_follow_the_target_and_expose_a_wrong_rule(embedded_
     target_probs = token_probs(target.logits(after_anchor), settings).expand(2, -1)
 
     random = np.random.default_rng(5)
-    count = 3000
+    count = 4000
 
     def frequencies(drafted: torch.Tensor) -> np.ndarray:
         emitted = np.zeros(target_probs.shape[1])
@@ -148,7 +148,7 @@ def test_emitted_frequencies_follow_the_target_and_expose_a_wrong_rule(embedded_
     drawn = sample_rows(draft_probs.expand(count, -1), torch.from_numpy(random.random(count)))
     assert common.sum() >= 5
     assert p_value(frequencies(drawn)) > 1e-3
-    assert p_value(frequencies(draft_probs.argmax(-1).expand(count))) < 1e-9
+    assert p_value(frequencies(draft_probs.argmax(-1).expand(count))) < 1e-6
 
 
 def test_generate_command_prints_what_machines_need(capsys: pytest.CaptureFixture[str]) -> None:
