@@ -93,11 +93,6 @@ class BatchOrder:
         self._first_step = 0
         self._batches: list[list[int]] = []
 
-    @property
-    def blocks_per_epoch(self) -> int:
-        """Blocks of one pass over the data."""
-        return sum(self._num_anchors)
-
     def batch(self, step: int) -> list[tuple[StoredRow, int]]:
         """Rows of a step (0-based), each with its number of anchors."""
         if step < self._first_step:
