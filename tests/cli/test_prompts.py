@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 
-from dspark.cli.prompts import chat_token_ids, raw_token_ids, read_prompts
+from dspark.cli.prompts import Prompt, chat_token_ids, raw_token_ids, read_prompts
 from tests.cli.tokenizer import character_tokenizer
 
 
@@ -14,14 +16,26 @@ def test_reads_turns_and_skips_empty_lines(prompts_file):
     assert (second.turns, second.domain) == (("first", "then"), "")
 
 
+def test_reads_messages_as_training_data_does(tmp_path):
+    path = tmp_path / "prompts.jsonl"
+    messages = [
+        {"role": "system", "content": "be kind"},
+        {"role": "user", "content": "hi"},
+        {"role": "assistant", "content": "left out"},
+        {"role": "user", "content": "and?"},
+    ]
+    path.write_text(json.dumps({"messages": messages}), encoding="utf-8")
+    assert read_prompts(path) == [Prompt(turns=("hi", "and?"), system="be kind")]
+
+
 @pytest.mark.parametrize(
     ("line", "message"),
     [
-        ("not json", "line 2: Invalid JSON"),
-        ('{"prompt": "hi"}', "line 2: turns: Field required"),
-        ('{"turns": []}', "line 2: turns: "),
-        ('{"turns": [3]}', r"line 2: turns\.0: "),
-        ('["hi"]', "line 2: "),
+        ("not json", "line 2: not JSON"),
+        ('{"prompt": "hi"}', 'line 2: has neither "turns" nor "messages"'),
+        ('{"turns": []}', "line 2: turns must be a list"),
+        ('{"turns": [3]}', "line 2: turns must be a list"),
+        ('["hi"]', "line 2: must be a JSON object"),
     ],
 )
 def test_a_bad_line_is_named(tmp_path, line, message):

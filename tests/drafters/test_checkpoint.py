@@ -13,11 +13,11 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from dspark.drafters import DSparkConfig, DSparkDrafter, greedy_sampler, load_drafter, save_drafter
+from dspark.drafters import TrainableDrafter, drafter_kind, greedy_sampler, load_drafter, save_drafter
 from dspark.types import Segment
 
 GOLDEN = Path(__file__).parents[1] / "golden"
-DrafterOf = Callable[..., DSparkDrafter]
+DrafterOf = Callable[..., TrainableDrafter]
 Edit = Callable[[dict[str, Tensor]], Any]
 
 
@@ -25,11 +25,22 @@ def same_bytes(left: Tensor, right: Tensor) -> bool:
     return left.dtype == right.dtype and torch.equal(left.view(torch.uint8), right.view(torch.uint8))
 
 
-@pytest.mark.parametrize("name", ["dspark-vanilla", "dspark-gated", "dspark-rnn", "dflash-anchor-first"])
-def test_golden_round_trip_is_byte_equal(name: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [
+        ("dspark-vanilla", "dspark"),
+        ("dspark-gated", "dspark"),
+        ("dspark-rnn", "dspark"),
+        ("dflash-anchor-first", "dflash"),
+        ("eagle3", "eagle3"),
+    ],
+)
+def test_golden_round_trip_is_byte_equal(name: str, kind: str, tmp_path: Path) -> None:
     drafter = load_drafter(GOLDEN / name)
+    assert drafter_kind(drafter) == kind
     cache = drafter.new_cache(1, 8)
-    drafter.extend(cache, [Segment(0, 0, 2)], torch.randn(2, 192))  # fuses the weights
+    taps = torch.randn(2, 64 * len(drafter.tap_layers))
+    drafter.extend(cache, [Segment(0, 0, 2)], torch.tensor([1, 2]), taps)  # fuses the weights
     save_drafter(drafter, tmp_path / "copy", include_embeddings=True)
     before, after = load_file(GOLDEN / name / "model.safetensors"), load_file(tmp_path / "copy" / "model.safetensors")
     assert before.keys() == after.keys()
@@ -37,24 +48,26 @@ def test_golden_round_trip_is_byte_equal(name: str, tmp_path: Path) -> None:
     assert sorted(path.name for path in (tmp_path / "copy").iterdir()) == ["config.json", "model.safetensors"]
 
 
+@pytest.mark.parametrize("variant", ["gated", "eagle3", "mtp"])
 @pytest.mark.parametrize("reduced", [False, True])
 @pytest.mark.parametrize("include", [False, True])
 def test_tensors_of_the_target_may_be_left_out(
-    reduced: bool, include: bool, drafter_of: DrafterOf, target: Any, tmp_path: Path
+    variant: str, reduced: bool, include: bool, drafter_of: DrafterOf, target: Any, tmp_path: Path
 ) -> None:
-    drafter = drafter_of("gated", reduced=reduced)
+    drafter = drafter_of(variant, reduced=reduced)
     save_drafter(drafter, tmp_path, include_embeddings=include)
     stored = load_file(tmp_path / "model.safetensors")
     assert ("embed_tokens.weight" in stored) is include
     assert ("lm_head.weight" in stored) is (include or reduced)
     assert ("d2t" in stored) is ("t2d" in stored) is reduced
     again = load_drafter(tmp_path, target)
+    assert type(again) is type(drafter)
     assert again.config == drafter.config
     state = again.state_dict()
     assert all(same_bytes(tensor, state[name]) for name, tensor in drafter.state_dict().items())
     assert not again.embed_tokens.weight.requires_grad
     assert not again.lm_head.weight.requires_grad
-    assert again.fc.weight.requires_grad
+    assert again.norm.weight.requires_grad
     if not include:
         with pytest.raises(ValueError, match=r"tensor embed_tokens.weight is missing; it is the target's"):
             load_drafter(tmp_path)
@@ -124,7 +137,7 @@ def test_nested_form_loads(drafter_of: DrafterOf, target: Any, tmp_path: Path) -
     blocks = []
     for model in (drafter, again):
         cache = model.new_cache(1, 4)
-        model.extend(cache, [Segment(0, 0, 3)], torch.ones(3, 72))
+        model.extend(cache, [Segment(0, 0, 3)], torch.zeros(3, dtype=torch.int64), torch.ones(3, 72))
         blocks.append(model.propose(cache, [0], torch.tensor([5]), greedy_sampler))
     assert torch.equal(blocks[0].tokens_RG, blocks[1].tokens_RG)
     assert blocks[0].confidence_logits_RG is None
@@ -151,6 +164,33 @@ def edit_tensors(directory: Path, edit: Edit) -> None:
     tensors = load_file(directory / "model.safetensors")
     edit(tensors)
     save_file(tensors, directory / "model.safetensors")
+
+
+@pytest.mark.parametrize(
+    ("variant", "name"),
+    [
+        ("eagle3", "layers.0.hidden_norm.weight"),
+        ("eagle3", "fc.weight"),
+        ("mtp", "eh_proj.weight"),
+        ("mtp", "enorm.weight"),
+        ("mtp", "hnorm.weight"),
+    ],
+)
+def test_own_tensors_of_the_other_kinds_are_needed(
+    variant: str, name: str, drafter_of: DrafterOf, tmp_path: Path
+) -> None:
+    save_drafter(drafter_of(variant), tmp_path, include_embeddings=True)
+    edit_tensors(tmp_path, lambda tensors: tensors.pop(name))
+    with pytest.raises(ValueError, match=f"tensor {name} is missing; the file does not fit its config.json"):
+        load_drafter(tmp_path)
+
+
+def test_a_checkpoint_under_another_kinds_config(drafter_of: DrafterOf, tmp_path: Path) -> None:
+    save_drafter(drafter_of("mtp"), tmp_path / "mtp", include_embeddings=True)
+    save_drafter(drafter_of("eagle3"), tmp_path / "eagle3", include_embeddings=True)
+    (tmp_path / "mtp" / "config.json").write_bytes((tmp_path / "eagle3" / "config.json").read_bytes())
+    with pytest.raises(ValueError, match=r"model.safetensors: tensor fc.weight is missing \(and 1 more\)"):
+        load_drafter(tmp_path / "mtp")
 
 
 def put(name: str, tensor: Tensor) -> Edit:
@@ -200,6 +240,7 @@ class Sizes:
     num_layers: int = 5
 
 
+@pytest.mark.parametrize("variant", ["vanilla", "eagle3", "mtp"])
 @pytest.mark.parametrize(
     ("sizes", "message"),
     [
@@ -211,17 +252,19 @@ class Sizes:
 def test_refused_targets(
     sizes: Sizes,
     message: str,
+    variant: str,
     drafter_of: DrafterOf,
-    config_of: Callable[..., DSparkConfig],
+    config_of: Callable[..., Any],
     target: Any,
     tmp_path: Path,
 ) -> None:
-    save_drafter(drafter_of(), tmp_path, include_embeddings=True)
+    drafter = drafter_of(variant)
+    save_drafter(drafter, tmp_path, include_embeddings=True)
     target.config = sizes
     with pytest.raises(ValueError, match=rf"config.json: {message}"):
         load_drafter(tmp_path, target)
     with pytest.raises(ValueError, match=message):
-        DSparkDrafter.from_target(config_of(), target)
+        type(drafter).from_target(config_of(variant), target)
 
 
 def test_missing_and_broken_files(drafter_of: DrafterOf, tmp_path: Path) -> None:

@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 
-from dspark.drafters import DSparkConfig
+from dspark.drafters import DSparkConfig, Eagle3Config, MtpConfig
+from dspark.drafters.registry import read_config
 
 GOLDEN = Path(__file__).parents[1] / "golden"
 ConfigOf = Callable[..., DSparkConfig]
@@ -89,7 +90,7 @@ def test_nested_form_must_not_contradict_itself(config_of: ConfigOf) -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"architectures": ["Gemma4DSparkModel"]}, "architectures 'Gemma4DSparkModel' is not supported"),
+        ({"architectures": ["Gemma4DSparkModel"]}, "architectures 'Gemma4DSparkModel' is not a DSpark drafter"),
         ({"architectures": None}, "architectures must name one architecture"),
         ({"model_type": "llama"}, "model_type 'llama' is not supported"),
         ({"hidden_act": "gelu"}, "hidden_act 'gelu' is not supported; it must be 'silu'"),
@@ -153,13 +154,82 @@ def test_settings_that_are_off_or_private_are_accepted(config_of: ConfigOf) -> N
 def test_errors_name_the_file(tmp_path: Path, config_of: ConfigOf) -> None:
     path = tmp_path / "config.json"
     with pytest.raises(ValueError, match=r"config.json: no such file"):
-        DSparkConfig.from_file(path)
+        read_config(path)
     path.write_text("{")
     with pytest.raises(ValueError, match=r"config.json: not valid JSON"):
-        DSparkConfig.from_file(path)
+        read_config(path)
+    path.write_bytes(b"\xff\xfe")
+    with pytest.raises(ValueError, match=r"config.json: not valid JSON"):
+        read_config(path)
     path.write_text("[]")
     with pytest.raises(ValueError, match=r"config.json: must hold one JSON object"):
-        DSparkConfig.from_file(path)
+        read_config(path)
+    path.write_text(json.dumps(config_of().to_dict() | {"architectures": ["LlamaForCausalLMEagle3"]}))
+    with pytest.raises(
+        ValueError, match=r"config.json: architectures 'LlamaForCausalLMEagle3' is not supported; it mu"
+    ):
+        read_config(path)
     path.write_text(json.dumps(config_of().to_dict() | {"mask_token_id": -1}))
     with pytest.raises(ValueError, match=r"config.json: mask_token_id -1 is outside"):
-        DSparkConfig.from_file(path)
+        read_config(path)
+
+
+@pytest.mark.parametrize("variant", ["vanilla", "eagle3", "mtp"])
+def test_every_kind_is_read_as_what_was_written(variant: str, tmp_path: Path, config_of: Callable[..., Any]) -> None:
+    config = config_of(variant, reduced=True, rope_theta=5e5, rms_norm_eps=1e-5)
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(config.to_dict("bfloat16")))
+    assert read_config(path) == config
+    assert type(read_config(path)) is type(config)
+
+
+def test_published_eagle3_keys_keep_their_values() -> None:
+    published = json.loads((GOLDEN / "eagle3" / "config.json").read_text())
+    config = Eagle3Config.from_dict(published)
+    assert (config.block_size, config.step_loss_decay, config.target_layer_ids) == (5, 0.8, (0, 1, 2, 3, 4))
+    written = config.to_dict()
+    left_out = {
+        "bos_token_id", "eos_token_id", "pad_token_id", "max_window_layers", "transformers_version", "use_cache",
+        "target_model_name_or_path",
+    }  # fmt: skip
+    assert published.keys() - written.keys() == left_out
+    assert all(written[key] == published[key] for key in published.keys() - left_out)
+    assert written.keys() - published.keys() == {"draft_vocab_size"}
+
+
+@pytest.mark.parametrize(
+    ("variant", "change", "message"),
+    [
+        ("eagle3", {"architectures": ["Qwen3DSparkModel"]}, "'Qwen3DSparkModel' is not an Eagle3 drafter"),
+        ("eagle3", {"num_hidden_layers": 2}, "num_hidden_layers 2 is not supported; it must be 1"),
+        ("eagle3", {"draft_num_hidden_layers": 2}, "draft_num_hidden_layers 2 is not supported; it must be 1"),
+        ("eagle3", {"block_size": 5}, r"block_size \(5\) is not a known setting"),
+        ("eagle3", {"norm_before_residual": True}, r"norm_before_residual \(True\) is not a known setting"),
+        ("eagle3", {"ttt_length": None}, "ttt_length is missing"),
+        ("eagle3", {"ttt_length": 0}, "ttt_length must be at least 1, got 0"),
+        ("eagle3", {"step_loss_decay": 0}, "step_loss_decay must be above 0 and at most 1"),
+        ("eagle3", {"step_loss_decay": "half"}, "step_loss_decay must be a number, got 'half'"),
+        ("eagle3", {"target_layer_ids": [1, 4]}, "target_layer_ids contains 4, the target's final layer"),
+        ("eagle3", {"draft_vocab_size": 54}, r"draft_vocab_size \(54\) must not exceed vocab_size \(53\)"),
+        ("eagle3", {"tie_word_embeddings": True}, "tie_word_embeddings must be false"),
+        ("mtp", {"architectures": ["Qwen3Eagle3Model"]}, "'Qwen3Eagle3Model' is not an MTP drafter"),
+        ("mtp", {"num_hidden_layers": 2}, "num_hidden_layers 2 is not supported; it must be 1"),
+        ("mtp", {"block_size": 2}, "block_size 2 is not supported; it must be 1"),
+        ("mtp", {"mask_token_id": 5}, r"mask_token_id \(5\) is not a known setting"),
+        ("mtp", {"target_layer_ids": [2]}, r"MTP continues from the output of the target's final layer alone.*\[4\]"),
+        ("mtp", {"target_layer_ids": [3, 4]}, r"it must be \[4\]"),
+        ("mtp", {"num_attention_heads": 0}, "num_attention_heads must be at least 1, got 0"),
+    ],
+)
+def test_other_kinds_refuse_by_name(
+    variant: str, change: dict[str, Any], message: str, config_of: Callable[..., Any]
+) -> None:
+    config = config_of(variant)
+    with pytest.raises(ValueError, match=message):
+        type(config).from_dict(config.to_dict() | change)
+
+
+def test_mtp_has_one_layer_and_drafts_one_token(config_of: Callable[..., Any]) -> None:
+    config = config_of("mtp")
+    assert isinstance(config, MtpConfig)
+    assert (config.block_size, config.num_hidden_layers) == (1, 1)

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from dspark.drafters import DrafterCache, DSparkDrafter, greedy_sampler, load_drafter
 from dspark.types import Segment
+from tests.drafters.packed import train
 
 GOLDEN = Path(__file__).parents[1] / "golden"
 DRAFTERS = ("dspark-vanilla", "dspark-gated", "dspark-rnn", "dflash-anchor-first")
@@ -76,7 +77,7 @@ def _check_round(
 def test_first_round(case: tuple[DSparkDrafter, dict[str, Tensor]]) -> None:
     drafter, expected = case
     cache = drafter.new_cache(1, 64)
-    drafter.extend(cache, [Segment(0, 0, 23)], expected["context_features"][0])
+    drafter.extend(cache, [Segment(0, 0, 23)], expected["input_ids"][0], expected["context_features"][0])
     _check_round(drafter, cache, expected["anchor"], expected, "round1")
 
 
@@ -88,9 +89,9 @@ def test_second_round_after_an_incremental_commit(
     taps = target_taps(tokens, drafter.tap_layers)
     torch.testing.assert_close(taps[:23], expected["context_features"][0], **TOLERANCE)
     cache = drafter.new_cache(1, 64)
-    drafter.extend(cache, [Segment(0, 0, 23)], expected["context_features"][0])
+    drafter.extend(cache, [Segment(0, 0, 23)], expected["input_ids"][0], expected["context_features"][0])
     drafter.propose(cache, [0], expected["anchor"].view(1), greedy_sampler)
-    drafter.extend(cache, [Segment(0, 23, 3)], taps[23:])
+    drafter.extend(cache, [Segment(0, 23, 3)], tokens[23:], taps[23:])
     _check_round(drafter, cache, expected["round2_anchor"], expected, "round2")
 
 
@@ -98,7 +99,7 @@ def test_second_round_from_scratch(case: tuple[DSparkDrafter, dict[str, Tensor]]
     drafter, expected = case
     tokens = torch.cat((expected["input_ids"][0], expected["round2_committed"][0]))
     cache = drafter.new_cache(1, 26)
-    drafter.extend(cache, [Segment(0, 0, 26)], target_taps(tokens, drafter.tap_layers))
+    drafter.extend(cache, [Segment(0, 0, 26)], tokens, target_taps(tokens, drafter.tap_layers))
     _check_round(drafter, cache, expected["round2_anchor"], expected, "round2")
 
 
@@ -109,7 +110,7 @@ def test_training(name: str) -> None:
     input_ids, anchors, keep = expected["input_ids"], expected["anchors"], expected["anchor_keep"].bool()
     positions = (anchors[..., None] + torch.arange(drafter.block_size)).clamp(max=input_ids.shape[1] - 1)
     blocks = input_ids[torch.arange(len(input_ids))[:, None, None], positions]
-    output = drafter.training_forward(expected["context_features"], anchors, blocks, anchor_keep_BA=keep)
+    output = train(drafter, expected["context_features"], anchors, blocks, anchor_keep_BA=keep)
     supervised = expected["supervised"].bool() & keep[..., None]
     assert output.confidence_logits_BAG is not None
     assert int(supervised.sum()) > 20
@@ -119,3 +120,21 @@ def test_training(name: str) -> None:
     torch.testing.assert_close(
         output.confidence_logits_BAG[supervised], expected["confidence_logits"][supervised], **TOLERANCE
     )
+
+
+def test_eagle3() -> None:
+    """Greedy draft of the reference, in one piece and in two, and the training forward along the same tokens."""
+    drafter = load_drafter(GOLDEN / "eagle3")
+    expected = load_file(GOLDEN / "eagle3" / "expected.safetensors")
+    tokens, taps = expected["input_ids"][0], expected["context_features"][0]
+    for pieces in ([(0, 23)], [(0, 1), (1, 20), (20, 23)]):
+        cache = drafter.new_cache(1, 23)
+        for start, end in pieces:
+            drafter.extend(cache, [Segment(0, start, end - start)], tokens[start:end], taps[start:end])
+        recorder = _Recorder()
+        block = drafter.propose(cache, [0], expected["anchor"][0], recorder)
+        assert torch.equal(block.tokens_RG, expected["tokens"])
+        torch.testing.assert_close(torch.stack(recorder.logits, 1), expected["logits"], **TOLERANCE)
+    previous = torch.cat((expected["anchor"], expected["tokens"][:, :-1]), dim=1)
+    output = train(drafter, taps[None], torch.tensor([[23]]), previous[None], token_ids_BS=tokens[None])
+    torch.testing.assert_close(output.logits_BAGD[0], expected["logits"], **TOLERANCE)

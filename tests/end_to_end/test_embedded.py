@@ -111,7 +111,7 @@ def test_emitted_frequencies_follow_the_target_and_expose_a_wrong_rule(embedded_
     cache, drafter_cache = target.new_cache(1, 64), drafter.new_cache(1, 64)
     output = target.forward(torch.tensor(context), [Segment(0, 0, len(context))], cache, drafter.tap_layers)
     assert output.taps_NT is not None
-    drafter.extend(drafter_cache, [Segment(0, 0, len(context))], output.taps_NT)
+    drafter.extend(drafter_cache, [Segment(0, 0, len(context))], torch.tensor(context), output.taps_NT)
     anchor = target.logits(output.hidden_NH[-1:]).argmax(-1)
     logits = []
 

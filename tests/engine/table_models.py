@@ -106,7 +106,9 @@ class TableDrafter:
             dtype=torch.float32,
         )
 
-    def extend(self, cache: DrafterCache, segments: Sequence[Segment], taps_NT: torch.Tensor) -> None:
+    def extend(
+        self, cache: DrafterCache, segments: Sequence[Segment], token_ids_N: torch.Tensor, taps_NT: torch.Tensor
+    ) -> None:
         for segment, taps in zip(segments, taps_NT.split([s.length for s in segments]), strict=True):
             cache.check_segment(segment.slot, segment.start, segment.end)
             cache.keys[0, segment.slot, 0, segment.start : segment.end] = taps

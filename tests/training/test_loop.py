@@ -3,6 +3,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from dspark.training.loop import DivergenceError, StepResult, Trainer, TrainingR
 from dspark.training.recipe import Recipe
 from dspark.training.run import plan_run, prepare_run
 from tests.training.tiny import greedy_rows, tiny_recipe, tiny_target, write_rows
+from tests.training.worker import small_files
 
 
 @pytest.fixture(scope="module")
@@ -40,7 +42,11 @@ def open_trainer(recipe: Recipe, target: LoadedTarget, *, resume: bool = True) -
 
 def log(out: Path, event: str) -> list[dict[str, Any]]:
     entries = [json.loads(line) for line in (out / "log.jsonl").read_text().splitlines()]
-    return [{k: v for k, v in entry.items() if k != "seconds"} for entry in entries if entry["event"] == event]
+    return [
+        {k: v for k, v in entry.items() if k not in ("seconds", "tokens_per_second")}
+        for entry in entries
+        if entry["event"] == event
+    ]
 
 
 class Killed(BaseException):
@@ -155,6 +161,45 @@ def test_a_loss_that_is_not_finite_stops_and_keeps_the_last_checkpoint(
     with pytest.raises(DivergenceError, match=r"step 6: the loss is nan; the last good checkpoint is .*step-000004"):
         trainer.run(on_step=on_step)
     assert open_trainer(recipe, target).step == 4
+
+
+def test_a_full_disk_leaves_the_last_checkpoint_and_the_run_goes_on(
+    target: LoadedTarget, data: Path, tmp_path: Path
+) -> None:
+    whole, full = (tiny_recipe(data, tmp_path / name) for name in ("whole", "full"))
+    with ExitStack() as stack:
+
+        def on_step(result: StepResult) -> None:
+            if result.step == 7:
+                stack.enter_context(small_files())
+
+        with pytest.raises(OSError, match=r"checkpoint of step 8 could not be written \(File too large\)") as error:
+            open_trainer(full, target).run(on_step=on_step)
+    assert "step-000006. Make room or set checkpoint.keep lower, then run the same command" in str(error.value)
+    assert sorted(path.name for path in (tmp_path / "full/checkpoints").iterdir()) == ["step-000004", "step-000006"]
+    open_trainer(full, target).run()
+    open_trainer(whole, target).run()
+    for event in ("step", "held_out"):
+        assert log(tmp_path / "full", event) == log(tmp_path / "whole", event)
+
+
+def test_a_damaged_checkpoint_says_how_to_go_on(target: LoadedTarget, data: Path, tmp_path: Path) -> None:
+    recipe = tiny_recipe(data, tmp_path / "run")
+    run_and_kill(open_trainer(recipe, target), 7)
+    state = tmp_path / "run/checkpoints/step-000006/training_state.pt"
+    state.write_bytes(state.read_bytes()[:1000])
+    with pytest.raises(ValueError, match=r"step-000006/training_state.pt cannot be read .*go on from the"):
+        open_trainer(recipe, target)
+
+
+def test_accumulated_steps_are_the_same_steps(target: LoadedTarget, data: Path, tmp_path: Path) -> None:
+    states = {"directory": tmp_path / "states"}
+    for name, accumulate in (("one", 1), ("four", 4)):
+        batch = {"accumulate": accumulate}
+        open_trainer(tiny_recipe(data, tmp_path / name, batch=batch, states=states), target).run()
+    for event in ("step", "held_out"):
+        for one, four in zip(log(tmp_path / "one", event), log(tmp_path / "four", event), strict=True):
+            assert four["loss"] == pytest.approx(one["loss"], rel=1e-4)
 
 
 def test_early_stop(target: LoadedTarget, data: Path, tmp_path: Path) -> None:

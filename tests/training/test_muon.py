@@ -4,7 +4,6 @@ import pytest
 import torch
 
 from dspark.training.muon import Muon, orthogonalise
-from dspark.training.row_adam import RowAdam
 
 
 @pytest.mark.parametrize("shape", [(3, 24, 40), (2, 40, 24), (1, 32, 32)])
@@ -72,24 +71,3 @@ def test_column_scales_make_the_size_of_inputs_irrelevant() -> None:
 def test_vectors_are_refused() -> None:
     with pytest.raises(ValueError, match="give it to AdamW"):
         Muon([torch.nn.Parameter(torch.zeros(4))])
-
-
-@pytest.mark.parametrize("sparse", [True, False])
-def test_row_adam_is_adam_on_the_rows_it_touches(sparse: bool) -> None:
-    generator = torch.Generator().manual_seed(0)
-    start = torch.randn(6, 4, generator=generator)
-    table = torch.nn.Embedding(6, 4, sparse=sparse)
-    table.weight.data.copy_(start)
-    ours = RowAdam([table.weight], lr=0.1, betas=(0.9, 0.99))
-    rows = {row: torch.nn.Parameter(start[row].clone()) for row in (1, 4)}
-    theirs = {row: torch.optim.Adam([parameter], lr=0.1, betas=(0.9, 0.99)) for row, parameter in rows.items()}
-    for touched in ([1, 4, 1], [4], [1], [4, 4]):
-        scale = torch.randn(len(touched), 4, generator=generator)
-        table.weight.grad = None
-        (table(torch.tensor(touched)) * scale).sum().backward()
-        ours.step()
-        for row in set(touched):
-            rows[row].grad = scale[[i for i, t in enumerate(touched) if t == row]].sum(dim=0)
-            theirs[row].step()
-    for row in range(6):
-        torch.testing.assert_close(table.weight[row], rows[row] if row in rows else start[row])

@@ -14,7 +14,13 @@ GOLDEN = Path(__file__).parents[1] / "golden"
 
 
 def naive(
-    logits: Tensor, target_full: Tensor, columns: Tensor, labels: Tensor, weights: Tensor, confidence: Tensor | None
+    logits: Tensor,
+    target_full: Tensor,
+    columns: Tensor,
+    labels: Tensor,
+    weights: Tensor,
+    confidence: Tensor | None,
+    distillation: float = 0.0,
 ) -> Tensor:
     """The formula of section 3.3, slot by slot, over the whole target vocabulary."""
     total = torch.zeros((), dtype=torch.float64)
@@ -24,7 +30,8 @@ def naive(
         p = torch.softmax(target_full[n], dim=0)
         l1 = (q - p).abs().sum()
         ce = -torch.log_softmax(logits[n], dim=0)[labels[n]] if labels[n] >= 0 else torch.zeros((), dtype=torch.float64)
-        slot = 0.1 * ce + 0.9 * l1
+        soft = -(p[columns] * torch.log_softmax(logits[n], dim=0)).sum()
+        slot = 0.1 * ce + 0.9 * l1 + distillation * soft
         if confidence is not None:
             c, label = torch.sigmoid(confidence[n]), (1 - l1 / 2).detach()
             slot = slot - label * c.log() - (1 - label) * (1 - c).log()
@@ -48,30 +55,40 @@ def example(rows: int = 37, vocab: int = 50, reduced: int = 30, seed: int = 0) -
     }
 
 
-def ours(e: dict[str, Tensor], logits: Tensor, confidence: Tensor | None) -> Tensor:
+def ours(
+    e: dict[str, Tensor],
+    logits: Tensor,
+    confidence: Tensor | None,
+    distillation: float = 0.0,
+    total_weight: float | None = None,
+) -> Tensor:
     return objective(
         logits_ND=logits,
         target_logits_ND=e["target"][:, e["columns"]],
         target_log_normaliser_N=e["target"].logsumexp(dim=1),
         label_columns_N=e["labels"],
         slot_weights_N=e["weights"],
-        settings=ObjectiveSettings(),
+        settings=ObjectiveSettings(distillation=distillation),
         confidence_logits_N=confidence,
+        total_weight=total_weight,
     ).loss
 
 
 @pytest.mark.parametrize("reduced", [30, 50])
 @pytest.mark.parametrize("with_confidence", [True, False])
-def test_loss_and_gradients_equal_the_formula_under_autograd(reduced: int, with_confidence: bool) -> None:
+@pytest.mark.parametrize("distillation", [0.0, 0.7])
+def test_loss_and_gradients_equal_the_formula_under_autograd(
+    reduced: int, with_confidence: bool, distillation: float
+) -> None:
     e = example(reduced=reduced)
     values = [[e["logits"].clone().requires_grad_(), e["confidence"].clone().requires_grad_()] for _ in range(2)]
     losses = []
     for function, (logits, confidence) in zip(("naive", "ours"), values, strict=True):
         given = confidence if with_confidence else None
         if function == "naive":
-            loss = naive(logits, e["target"], e["columns"], e["labels"], e["weights"], given)
+            loss = naive(logits, e["target"], e["columns"], e["labels"], e["weights"], given, distillation)
         else:
-            loss = ours(e, logits, given)
+            loss = ours(e, logits, given, distillation)
         loss.backward()
         losses.append(loss)
     torch.testing.assert_close(losses[0], losses[1], rtol=1e-12, atol=1e-12)
@@ -88,6 +105,22 @@ def test_rows_do_not_depend_on_the_chunk_they_fall_in(monkeypatch: pytest.Monkey
     pieces = e["logits"].clone().requires_grad_()
     ours(e, pieces, None).backward()
     assert torch.equal(whole.grad, pieces.grad)  # type: ignore[arg-type]
+
+
+def test_parts_of_a_step_add_up_to_its_loss_and_gradient() -> None:
+    e = example()
+    whole = e["logits"].clone().requires_grad_()
+    loss = ours(e, whole, e["confidence"], 0.3)
+    loss.backward()
+    pieces = e["logits"].clone().requires_grad_()
+    total = float(e["weights"].sum())
+    parts = []
+    for rows in (slice(0, 20), slice(20, 37), slice(0, 0)):
+        part = {**e, "target": e["target"][rows], "labels": e["labels"][rows], "weights": e["weights"][rows]}
+        parts.append(ours(part, pieces[rows], e["confidence"][rows], 0.3, total_weight=total))
+    torch.stack(parts).sum().backward()
+    torch.testing.assert_close(torch.stack(parts).sum(), loss)
+    torch.testing.assert_close(pieces.grad, whole.grad)
 
 
 def test_low_precision_stays_near_float64_and_keeps_its_dtype() -> None:

@@ -18,9 +18,21 @@ def write(tmp_path: Path, text: str) -> Path:
     return path
 
 
-@pytest.mark.parametrize("path", sorted(SHIPPED.glob("*.yaml")), ids=lambda path: path.name)
+@pytest.mark.parametrize("path", sorted(SHIPPED.rglob("*.yaml")), ids=lambda path: path.stem)
 def test_shipped_recipes_are_valid(path: Path) -> None:
     load_recipe(path)
+
+
+def test_every_kind_has_its_keys(tmp_path: Path) -> None:
+    text = "data: d\nout: o\nbatch: {steps: 100}\n"
+    mtp = load_recipe(write(tmp_path, text + "drafter: {kind: mtp}\n"))
+    assert (mtp.drafter.kind, mtp.drafter.block_size, mtp.tap_layers(12)) == ("mtp", 1, (11,))
+    eagle3 = load_recipe(write(tmp_path, text + "drafter: {kind: eagle3, tap_layers: [1, 5]}\n"))
+    assert (eagle3.drafter.kind, eagle3.drafter.block_size, eagle3.tap_layers(12)) == ("eagle3", 7, (1, 5))
+    unnamed = load_recipe(write(tmp_path, MINIMAL))
+    assert unnamed.drafter.kind == "dspark"
+    with pytest.raises(ValueError, match=r"drafter.tap_layers is missing"):
+        load_recipe(write(tmp_path, text + "drafter: {kind: eagle3}\n"))
 
 
 def test_overrides_reach_any_depth_and_are_yaml(tmp_path: Path) -> None:
@@ -44,6 +56,12 @@ def test_overrides_reach_any_depth_and_are_yaml(tmp_path: Path) -> None:
         (["loss.zzz=3"], r"unknown key loss.zzz; known keys are .*decay"),
         (["batch.steps=many"], r"batch.steps is 'many'"),
         (["batch.steps=20"], r"warmup_steps \(50\) must be smaller than steps \(20\)"),
+        (["drafter.kind=eagle4"], r"drafter.kind is 'eagle4': it must be one of dspark, dflash, eagle3, mtp"),
+        (["drafter.kind=mtp"], r"unknown key drafter.mask_token for drafter.kind=mtp.*unknown key drafter.tap_layers"),
+        (["drafter.kind=dflash", "drafter.markov_rank=3"], r"unknown key drafter.markov_rank for drafter.kind=dflash"),
+        (["drafter.kind=eagle3"], r"unknown key drafter.mask_token for drafter.kind=eagle3"),
+        (["states.source=disk"], r"states.source is 'disk'.*online"),
+        (["tracking=wandb"], r"tracking is 'wandb'.*tensorboard"),
         (["drafter.markov_head=lstm"], r"drafter.markov_head is 'lstm'.*vanilla"),
         (["batch.steps"], r"not of the form key=value"),
         (["seed.steps=1"], r"seed is a value|seed"),

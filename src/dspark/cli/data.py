@@ -3,22 +3,26 @@
 from __future__ import annotations
 
 import json as jsonlib
+import os
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Literal
 
 from cyclopts import Group, Parameter
 
 from dspark.cli.options import LENGTH, PROMPT, SAMPLING, DeviceOption, DtypeOption, JsonOption, TargetOption
 
 if TYPE_CHECKING:
+    from dspark.training.data.endpoint import Endpoint, Retries
     from dspark.training.data.manifest import ForbiddenPrompts
+    from dspark.training.data.prompts import PromptSource
     from dspark.training.data.regeneration import DataProgress, DataResult
     from dspark.training.data.settings import DataSettings
 
+ENDPOINT = Group("Endpoint", sort_key=3)
 RUN = Group("Run", sort_key=4)
 SECONDS_BETWEEN_LINES = 15.0
 
@@ -38,7 +42,8 @@ def data(
             show_default=" ".join,
             group=PROMPT,
             help="Where prompts come from, may be given several times: `self` (the target writes the user's messages;"
-            " also `self-math`, `self-code`, `self-chat`) or a JSONL file with `turns` or `messages`."
+            " also `self-math`, `self-code`, `self-chat`), a JSONL file with `turns` or `messages`, or a data set of"
+            " the Hugging Face hub, `hub:owner/name[/subset][:split][:column]`."
             " `=SHARE` behind it sets its part of the rows, as in `self=3`.",
         ),
     ] = ("self",),
@@ -55,6 +60,43 @@ def data(
     target: TargetOption = "embedded",
     dtype: DtypeOption = "bfloat16",
     device: DeviceOption = "cpu",
+    endpoint: Annotated[
+        str | None,
+        Parameter(
+            group=ENDPOINT,
+            help="Base URL of an OpenAI-compatible server that runs the target, such as `http://localhost:8000/v1`."
+            " Of `--target` only the tokenizer is then loaded.",
+        ),
+    ] = None,
+    model: Annotated[
+        str | None,
+        Parameter(group=ENDPOINT, help="The target's name on that server; may be left out where it has only one."),
+    ] = None,
+    api_key_env: Annotated[
+        str | None, Parameter(group=ENDPOINT, help="Environment variable that holds the key, if the server wants one.")
+    ] = None,
+    endpoint_api: Annotated[
+        Literal["completions", "chat"],
+        Parameter(
+            group=ENDPOINT,
+            help="`completions` sends token ids and serves all prompts; `chat` sends messages, for servers without it,"
+            " and serves prompts from files and the hub.",
+        ),
+    ] = "completions",
+    endpoint_dialect: Annotated[
+        Literal["vllm", "llama.cpp", "openai"],
+        Parameter(
+            group=ENDPOINT,
+            help="Fields that the server knows besides OpenAI's. `vllm` (SGLang too) and `llama.cpp` give token ids;"
+            " with `openai` an answer is tokenised from its text, and dropped where that may not be what was drawn.",
+        ),
+    ] = "vllm",
+    endpoint_timeout: Annotated[
+        float, Parameter(group=ENDPOINT, help="Seconds to wait for an answer, its time in the server's queue included.")
+    ] = 600.0,
+    endpoint_tries: Annotated[
+        int, Parameter(group=ENDPOINT, help="Tries of a request before the run ends; the waits between them grow.")
+    ] = 8,
     temperatures: Annotated[
         str, Parameter(group=SAMPLING, help="Temperatures of the answers, one drawn for each row.")
     ] = "0,0.7,1",
@@ -73,7 +115,11 @@ def data(
     ] = 192,
     max_length: Annotated[int, Parameter(group=LENGTH, help="Longest row in tokens, prompt included.")] = 640,
     max_concurrency: Annotated[
-        int, Parameter(group=RUN, help="Rows generated at the same time. More is faster and takes more memory.")
+        int,
+        Parameter(
+            group=RUN,
+            help="Rows generated at the same time, or requests under way. More is faster and takes more memory.",
+        ),
     ] = 96,
     json: JsonOption = False,
 ) -> int:
@@ -85,6 +131,7 @@ def data(
     - `dspark data data/first --rows 2000`
     - `dspark data data/mixed --source self=3 --source prompts/gsm8k-train.jsonl --forbid benchmarks/gsm8k.jsonl`
     - `dspark data data/first --rows 8000` goes on with the first one
+    - `dspark data data/large --target org/model-70b --endpoint http://localhost:8000/v1`
 
     `OUT` gets `rows-00000.jsonl` and so on (`token_ids`, and `response_spans`: which of them the target wrote),
     `dropped.jsonl` (rows that came to nothing, with the reason) and `manifest.json` (settings and counts, also printed
@@ -93,6 +140,8 @@ def data(
     from dspark.cli import EXIT_INTERRUPTED, EXIT_OK
     from dspark.training.data.settings import DataSettings
 
+    if max_concurrency < 1:
+        raise ValueError(f"--max-concurrency must be at least 1, got {max_concurrency}")
     settings = DataSettings(
         rows=rows,
         seed=seed,
@@ -102,18 +151,58 @@ def data(
         max_length=max_length,
         steered_answer_fraction=steered_answers,
     )
-    with _progress_display(show=not json) as show:
-        result = _make_rows(
-            out,
-            settings=settings,
-            source=source,
-            forbid=forbid,
-            target=target,
-            dtype=dtype,
-            device=device,
-            max_concurrency=max_concurrency,
-            on_progress=show,
+    asked: tuple[Endpoint, Retries] | None = None
+    if endpoint is not None:
+        from dspark.training.data.endpoint import Endpoint, Retries
+
+        asked = (
+            Endpoint(
+                url=endpoint,
+                model=model,
+                api=endpoint_api,
+                dialect=endpoint_dialect,
+                api_key=_api_key(api_key_env),
+            ),
+            Retries(attempts=endpoint_tries, timeout_s=endpoint_timeout),
         )
+    elif model is not None or api_key_env is not None:
+        raise ValueError(
+            f"--{'model' if model is not None else 'api-key-env'} belongs to an --endpoint, and there is none"
+        )
+
+    # Mistakes are found before anything is loaded or asked where possible.
+    from dspark.training.data.prompts import parse_sources
+
+    forbidden = _read_forbidden(forbid)
+    sources = parse_sources(source)
+    announce = _ignore if json else _print
+    _announce_unusable(sources, announce)
+    with _progress_display(show=not json) as show:
+        if asked is None:
+            result = _make_rows_here(
+                out,
+                settings=settings,
+                sources=sources,
+                forbidden=forbidden,
+                target=target,
+                dtype=dtype,
+                device=device,
+                max_concurrency=max_concurrency,
+                on_progress=show,
+            )
+        else:
+            result = _make_rows_at_endpoint(
+                out,
+                settings=settings,
+                sources=sources,
+                forbidden=forbidden,
+                target=target,
+                endpoint=asked[0],
+                retries=asked[1],
+                max_concurrency=max_concurrency,
+                on_progress=show,
+                announce=announce,
+            )
     if json:
         print(jsonlib.dumps({**result.manifest, "interrupted": result.interrupted}))
     else:
@@ -121,40 +210,29 @@ def data(
     return EXIT_INTERRUPTED if result.interrupted else EXIT_OK
 
 
-def _make_rows(
+def _make_rows_here(
     out: Path,
     *,
     settings: DataSettings,
-    source: Sequence[str],
-    forbid: Sequence[Path],
+    sources: Sequence[PromptSource],
+    forbidden: Sequence[ForbiddenPrompts],
     target: str,
     dtype: str,
     device: str,
     max_concurrency: int,
     on_progress: Callable[[DataProgress], None] | None,
 ) -> DataResult:
-    """Load the target and make the rows that ``out`` lacks; mistakes are found before it is loaded where possible."""
-    if max_concurrency < 1:
-        raise ValueError(f"--max-concurrency must be at least 1, got {max_concurrency}")
-    from dspark.training.data.prompts import parse_sources
-
-    sources = parse_sources(source)
-    forbidden = _read_forbidden(forbid)
-
+    """Load the target and make the rows that ``out`` lacks."""
+    from dspark.cli.models import open_target
     from dspark.engine.batch import BatchGenerator
-    from dspark.models.loading import load_target
-    from dspark.training.data.manifest import TargetIdentity
+    from dspark.training.data.identity import TargetIdentity
     from dspark.training.data.regeneration import regenerate
 
-    loaded = load_target(target, dtype=dtype, device=device)
+    loaded = open_target(target, dtype=dtype, device=device)
+    _check_length(settings, loaded.model.config.max_position_embeddings)
     generator = BatchGenerator(
         loaded.model, max_concurrency=min(max_concurrency, settings.rows), max_length=settings.max_length
     )
-    if generator.max_length < settings.max_length:
-        raise ValueError(
-            f"--max-length is {settings.max_length}, but the target's context is {generator.max_length} tokens; "
-            f"give at most {generator.max_length}"
-        )
     return regenerate(
         out,
         generate=generator.run,
@@ -170,9 +248,100 @@ def _make_rows(
     )
 
 
+def _make_rows_at_endpoint(
+    out: Path,
+    *,
+    settings: DataSettings,
+    sources: Sequence[PromptSource],
+    forbidden: Sequence[ForbiddenPrompts],
+    target: str,
+    endpoint: Endpoint,
+    retries: Retries,
+    max_concurrency: int,
+    on_progress: Callable[[DataProgress], None] | None,
+    announce: Callable[[str], None],
+) -> DataResult:
+    """Load the target's tokenizer and have the endpoint make the rows that ``out`` lacks."""
+    from dspark.models.tokenizer import load_tokenizer
+    from dspark.training.data.chat import ChatFormat
+    from dspark.training.data.endpoint import EndpointGenerator
+    from dspark.training.data.identity import TargetIdentity
+    from dspark.training.data.prompts import SelfPrompts
+    from dspark.training.data.regeneration import regenerate
+
+    if endpoint.api == "chat" and (own := [source.name for source in sources if isinstance(source, SelfPrompts)]):
+        raise ValueError(
+            f"--endpoint-api chat cannot let the target write user messages, as {own[0]} does; use completions, or "
+            "give prompts with --source"
+        )
+    loaded = load_tokenizer(target)
+    _check_length(settings, loaded.max_length)
+    generator = EndpointGenerator(
+        endpoint,
+        tokenizer=loaded.tokenizer,
+        end_of_answer_id=ChatFormat(loaded.tokenizer, stop_token_ids=loaded.stop_token_ids).end_of_answer_id,
+        vocab_size=loaded.vocab_size,
+        max_concurrency=max_concurrency,
+        retries=retries,
+        on_wait=_Sometimes(announce),
+    )
+    identity = TargetIdentity(
+        name=loaded.name,
+        dtype="remote",
+        vocab_size=loaded.vocab_size,
+        endpoint=generator.connect(max_length=settings.max_length),
+    )
+    result = regenerate(
+        out,
+        generate=generator.run,
+        tokenizer=loaded.tokenizer,
+        target=identity,
+        sources=sources,
+        settings=settings,
+        forbidden=forbidden,
+        stop_token_ids=loaded.stop_token_ids,
+        on_progress=on_progress,
+    )
+    if generator.from_text:
+        announce(
+            f"note: {generator.from_text} texts came without token ids; answers whose tokens were not certain are "
+            "dropped as answer_tokens_unknown"
+        )
+    return result
+
+
+def _check_length(settings: DataSettings, context: int) -> None:
+    if context < settings.max_length:
+        raise ValueError(
+            f"--max-length is {settings.max_length}, but the target's context is {context} tokens; "
+            f"give at most {context}"
+        )
+
+
+def _api_key(variable: str | None) -> str | None:
+    if variable is None:
+        return None
+    key = os.environ.get(variable, "").strip()
+    if not key:
+        raise ValueError(f"--api-key-env names {variable}, but no such environment variable is set")
+    return key
+
+
+def _announce_unusable(sources: Sequence[PromptSource], announce: Callable[[str], None]) -> None:
+    from dspark.training.data.prompts import FilePrompts
+
+    for source in sources:
+        if isinstance(source, FilePrompts) and source.unusable:
+            total = source.unusable + len(source.conversations)
+            announce(
+                f"note: {source.unusable} of the {total} rows read from {source.dataset} have no usable prompt and are "
+                "left out"
+            )
+
+
 def _read_forbidden(files: Sequence[Path]) -> list[ForbiddenPrompts]:
+    from dspark.training.data.conversations import read_conversations
     from dspark.training.data.manifest import ForbiddenPrompts
-    from dspark.training.data.prompts import read_conversations
 
     forbidden = [
         ForbiddenPrompts(
@@ -217,6 +386,28 @@ def _progress_display(*, show: bool) -> Iterator[Callable[[DataProgress], None] 
             bar.update(task, total=progress.planned, completed=progress.done, counts=_counts(progress))
 
         yield update
+
+
+def _print(message: str) -> None:
+    print(message, file=sys.stderr, flush=True)
+
+
+def _ignore(message: str) -> None:
+    pass
+
+
+class _Sometimes:
+    """Passes a message on, at most one every ``SECONDS_BETWEEN_LINES``."""
+
+    def __init__(self, announce: Callable[[str], None]) -> None:
+        self._announce = announce
+        self._announced_at: float | None = None
+
+    def __call__(self, message: str) -> None:
+        now = time.monotonic()
+        if self._announced_at is None or now - self._announced_at >= SECONDS_BETWEEN_LINES:
+            self._announced_at = now
+            self._announce(message)
 
 
 class _LineDisplay:

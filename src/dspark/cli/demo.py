@@ -124,10 +124,12 @@ def _rounds(
     from dspark.cli.prompts import chat_token_ids
     from dspark.engine.generation import generate
 
+    messages = [] if prompt.system is None else [{"role": "system", "content": prompt.system}]
+    messages.append({"role": "user", "content": prompt.turns[0]})
     return generate(
         models.target.model,
         models.drafter if speculation else None,
-        chat_token_ids(models.target.tokenizer, [{"role": "user", "content": prompt.turns[0]}]),
+        chat_token_ids(models.target.tokenizer, messages),
         settings,
         max_tokens=max_tokens,
         stop_token_ids=models.target.stop_token_ids,

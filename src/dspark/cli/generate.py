@@ -52,7 +52,11 @@ def generate(
     ] = False,
     prompts: PromptsOption = None,
     system: Annotated[
-        str | None, Parameter(group=PROMPT, help="The system message, in place of the chat template's own.")
+        str | None,
+        Parameter(
+            group=PROMPT,
+            help="The system message, in place of the chat template's own; a prompt of --prompts may have another.",
+        ),
     ] = None,
     raw: Annotated[
         bool,
@@ -102,6 +106,8 @@ def generate(
     conversations = _conversations(prompt, stdin, prompts)
     if raw and system is not None:
         raise ValueError("--system has no place in --raw: plain text has no roles; put it into the prompt")
+    if raw and any(conversation.system is not None for conversation in conversations):
+        raise ValueError("a system message in --prompts has no place in --raw: plain text has no roles; take it out")
 
     from dspark.cli.models import open_models
     from dspark.decoding.settings import SamplingSettings
@@ -159,7 +165,8 @@ class _Answerer:
         from dspark.cli.prompts import chat_token_ids, raw_token_ids
 
         tokenizer = self.models.target.tokenizer
-        messages = [] if self.system is None else [{"role": "system", "content": self.system}]
+        system = self.system if conversation.system is None else conversation.system
+        messages = [] if system is None else [{"role": "system", "content": system}]
         text = ""
         for turn in conversation.turns:
             if self.raw:

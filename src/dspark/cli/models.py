@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -9,7 +10,7 @@ from typing import TYPE_CHECKING
 from dspark.cli.options import EMBEDDED, NO_DRAFTER
 
 if TYPE_CHECKING:
-    from dspark.drafters.dspark import DSparkDrafter
+    from dspark.drafters.registry import TrainableDrafter
     from dspark.models.loading import LoadedTarget
 
 
@@ -18,7 +19,7 @@ class Models:
     """A target and, unless speculation is off, the drafter for it."""
 
     target: LoadedTarget
-    drafter: DSparkDrafter | None
+    drafter: TrainableDrafter | None
     drafter_name: str
 
 
@@ -29,9 +30,7 @@ def open_models(*, target: str, drafter: str | None, speculation: bool, dtype: s
     before anything is loaded.
     """
     name = _drafter_name(target, drafter) if speculation else NO_DRAFTER
-    from dspark.models.loading import load_target
-
-    loaded = load_target(target, dtype=dtype, device=device)
+    loaded = open_target(target, dtype=dtype, device=device)
     if name == NO_DRAFTER:
         return Models(target=loaded, drafter=None, drafter_name=NO_DRAFTER)
 
@@ -39,6 +38,16 @@ def open_models(*, target: str, drafter: str | None, speculation: bool, dtype: s
 
     opened = load_drafter(name, loaded.model, device=loaded.model.device)
     return Models(target=loaded, drafter=opened, drafter_name=name)
+
+
+def open_target(name: str, *, dtype: str, device: str) -> LoadedTarget:
+    """Load a target, and say on stderr what its user should know (that it is not native, and why)."""
+    from dspark.models.loading import load_target
+
+    loaded = load_target(name, dtype=dtype, device=device)
+    for notice in loaded.notices:
+        print(f"dspark: {notice}", file=sys.stderr)
+    return loaded
 
 
 def _drafter_name(target: str, drafter: str | None) -> str:

@@ -3,43 +3,32 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
+@dataclass(frozen=True, kw_only=True)
+class Prompt:
+    """One conversation to be answered: what the user says in each turn, under a system message or none."""
 
-class Prompt(BaseModel):
-    """One conversation: what the user says in each turn. A file's further fields are kept aside, except ``domain``."""
-
-    model_config = ConfigDict(frozen=True, extra="ignore")
-
-    turns: tuple[str, ...] = Field(min_length=1)
+    turns: tuple[str, ...]
+    system: str | None = None
     domain: str = ""
 
 
 def read_prompts(path: Path) -> list[Prompt]:
-    """Read a JSONL file of ``{"turns": [...]}`` lines.
+    """Read a JSONL file of prompts, in the form that training data takes them (``read_conversations``).
 
-    Raises ValueError naming the file and line of what cannot be read, or the file when it holds no prompt.
+    Raises OSError when the file cannot be opened, and ValueError naming the file and line of what cannot be read, or
+    the file when it holds no prompt.
     """
-    prompts = []
-    with path.open(encoding="utf-8") as lines:
-        for number, line in enumerate(lines, start=1):
-            if not line.strip():
-                continue
-            try:
-                prompts.append(Prompt.model_validate_json(line))
-            except ValidationError as error:
-                first = error.errors()[0]
-                field = ".".join(str(part) for part in first["loc"])
-                raise ValueError(
-                    f"{path}, line {number}: {field + ': ' if field else ''}{first['msg']}; "
-                    'a line is an object like {"turns": ["What is 2 + 2?"]}'
-                ) from None
-    if not prompts:
-        raise ValueError(f'{path}: no prompt in it; a line is an object like {{"turns": ["What is 2 + 2?"]}}')
-    return prompts
+    from dspark.training.data.conversations import read_conversations
+
+    return [
+        Prompt(turns=conversation.user_turns, system=conversation.system, domain=conversation.domain)
+        for conversation in read_conversations(path)
+    ]
 
 
 def chat_token_ids(tokenizer: Any, messages: Sequence[Mapping[str, str]]) -> list[int]:

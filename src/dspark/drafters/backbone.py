@@ -1,7 +1,6 @@
 """Draft layers: Qwen3-style decoder layers whose parameter names are the published ones.
 
-The modules only hold parameters. Training computes with them through `block_attention`, decoding through
-`FusedWeights`; `dspark.drafters.dspark` has both passes.
+Training calls the layers; decoding computes with `FusedWeights`. `dspark.drafters.dspark` has both passes.
 """
 
 from __future__ import annotations
@@ -13,48 +12,53 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from dspark.drafters.config import DSparkConfig
+from dspark.drafters.layers import DraftAttention, DraftMLP, Rotation, rms_norm, swiglu
+from dspark.drafters.packing import BlockLayout, attend_blocks
 from dspark.models.rope import rotate
 
 
-class DraftAttention(nn.Module):
-    """Projections and per-head norms of one layer's attention."""
-
-    def __init__(self, config: DSparkConfig) -> None:
-        super().__init__()
-        query_size = config.num_attention_heads * config.head_dim
-        kv_size = config.num_key_value_heads * config.head_dim
-        self.q_proj = nn.Linear(config.hidden_size, query_size, bias=False)
-        self.k_proj = nn.Linear(config.hidden_size, kv_size, bias=False)
-        self.v_proj = nn.Linear(config.hidden_size, kv_size, bias=False)
-        self.o_proj = nn.Linear(query_size, config.hidden_size, bias=False)
-        self.q_norm = nn.RMSNorm(config.head_dim, eps=config.rms_norm_eps)
-        self.k_norm = nn.RMSNorm(config.head_dim, eps=config.rms_norm_eps)
-
-
-class DraftMLP(nn.Module):
-    """SwiGLU projections of one layer."""
-
-    def __init__(self, config: DSparkConfig) -> None:
-        super().__init__()
-        self.gate_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
-        self.up_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
-        self.down_proj = nn.Linear(config.intermediate_size, config.hidden_size, bias=False)
-
-
 class DraftLayer(nn.Module):
-    """One draft decoder layer."""
+    """One draft decoder layer; called in training."""
 
     def __init__(self, config: DSparkConfig) -> None:
         super().__init__()
-        self.self_attn = DraftAttention(config)
+        self.head_dim = config.head_dim
+        self.self_attn = DraftAttention(config, config.hidden_size)
         self.mlp = DraftMLP(config)
         self.input_layernorm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         self.post_attention_layernorm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
 
+    def forward(
+        self, hidden_MIH: Tensor, block_rope: Rotation, context_NH: Tensor, context_rope: Rotation, layout: BlockLayout
+    ) -> Tensor:
+        """Residual stream ``[M, I, H]`` of all block slots after this layer.
 
-def rms_norm(x: Tensor, norm: nn.RMSNorm) -> Tensor:
-    """RMSNorm in the parameters' own type, so that autocast training keeps its scales exact."""
-    return F.rms_norm(x.to(norm.weight.dtype), norm.normalized_shape, norm.weight, norm.eps)
+        Keys and values are those of SPEC eq. 3: of the context features, and of the own block in both directions.
+
+        Args:
+            hidden_MIH: The stream before the layer.
+            block_rope: Cosines and signed sines of the block slots, ``[M, I, 1, d]``.
+            context_NH: h_ctx of every context position.
+            context_rope: The same for the context positions, ``[N, 1, d]``.
+            layout: Which context positions a block sees.
+        """
+        attention, head_dim = self.self_attn, self.head_dim
+        normed_MIH = rms_norm(hidden_MIH, self.input_layernorm)
+        queries = F.linear(normed_MIH, attention.q_proj.weight).unflatten(-1, (-1, head_dim))
+        keys = F.linear(normed_MIH, attention.k_proj.weight).unflatten(-1, (-1, head_dim))
+        values = F.linear(normed_MIH, attention.v_proj.weight).unflatten(-1, (-1, head_dim))
+        context_keys = F.linear(context_NH, attention.k_proj.weight).unflatten(-1, (-1, head_dim))
+        context_values = F.linear(context_NH, attention.v_proj.weight).unflatten(-1, (-1, head_dim))
+        mixed_MIO = attend_blocks(
+            layout,
+            rotate(rms_norm(queries, attention.q_norm), *block_rope),
+            rotate(rms_norm(keys, attention.k_norm), *block_rope),
+            values,
+            rotate(rms_norm(context_keys, attention.k_norm), *context_rope),
+            context_values,
+        )
+        hidden_MIH = hidden_MIH + F.linear(mixed_MIO, attention.o_proj.weight)
+        return hidden_MIH + swiglu(rms_norm(hidden_MIH, self.post_attention_layernorm), self.mlp)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -116,56 +120,3 @@ def _fused_groups(layers: nn.ModuleList) -> tuple[list[list[Tensor]], list[list[
         gate_up_groups.append([mlp.gate_proj.weight, mlp.up_proj.weight])
         norm_groups.append([attention.q_norm.weight, attention.k_norm.weight])
     return qkv_groups, gate_up_groups, norm_groups
-
-
-def block_attention(
-    config: DSparkConfig,
-    attention: DraftAttention,
-    context_BSH: Tensor,
-    context_rope: tuple[Tensor, Tensor],
-    normed_BAIH: Tensor,
-    block_rope: tuple[Tensor, Tensor],
-    bias_B1A1S: Tensor,
-) -> Tensor:
-    """Attention of every block slot in training: one softmax over (context before the anchor, own block), then o_proj.
-
-    Keys and values are those of SPEC eq. 3; blocks never meet, so no score between two blocks is computed.
-
-    Args:
-        config: Sizes of the drafter.
-        attention: Projections and norms of the layer.
-        context_BSH: h_ctx of every context position.
-        context_rope: Cosines and signed sines of the context positions.
-        normed_BAIH: Normed inputs of the block slots.
-        block_rope: The same for the block slots, broadcastable over heads.
-        bias_B1A1S: 0 where an anchor's block may see a context position, minus infinity elsewhere.
-
-    Returns:
-        ``[B, A, I, H]``, to be added to the residual stream.
-    """
-    batch, num_anchors, inputs, _ = normed_BAIH.shape
-    span, kv_heads, head_dim = context_BSH.shape[1], config.num_key_value_heads, config.head_dim
-    queries = F.linear(normed_BAIH, attention.q_proj.weight).view(batch, num_anchors, inputs, -1, head_dim)
-    queries = rotate(rms_norm(queries, attention.q_norm), *block_rope)
-    keys = F.linear(normed_BAIH, attention.k_proj.weight).view(batch, num_anchors, inputs, kv_heads, head_dim)
-    keys = rotate(rms_norm(keys, attention.k_norm), *block_rope)
-    values = F.linear(normed_BAIH, attention.v_proj.weight).view_as(keys)
-    context_keys = F.linear(context_BSH, attention.k_proj.weight).view(batch, span, kv_heads, head_dim)
-    context_keys = rms_norm(context_keys, attention.k_norm)
-    context_keys = rotate(context_keys, *context_rope)
-    context_values = F.linear(context_BSH, attention.v_proj.weight).view_as(context_keys)
-
-    # Queries as [B, g, A, Q, d], Q = (query heads of one key head) x (block slots): every product below is one
-    # batched matmul.
-    queries = queries.view(batch, num_anchors, inputs, kv_heads, -1, head_dim).permute(0, 3, 1, 4, 2, 5)
-    queries_BgAQd = (queries * head_dim**-0.5).reshape(batch, kv_heads, num_anchors, -1, head_dim)
-    queries_BgXd = queries_BgAQd.flatten(2, 3)
-    context_scores = torch.matmul(queries_BgXd, context_keys.permute(0, 2, 3, 1))
-    block_scores = torch.matmul(queries_BgAQd, keys.permute(0, 3, 1, 4, 2))
-    context_scores = context_scores.view(*block_scores.shape[:-1], span).add_(bias_B1A1S)
-    scores = torch.cat((context_scores, block_scores), dim=-1)
-    weights = torch.softmax(scores, dim=-1, dtype=torch.float32).to(values.dtype)
-    mixed = torch.matmul(weights[..., :span].flatten(2, 3), context_values.transpose(1, 2)).view(queries_BgAQd.shape)
-    mixed = mixed + torch.matmul(weights[..., span:], values.permute(0, 3, 1, 2, 4))
-    mixed = mixed.view(batch, kv_heads, num_anchors, -1, inputs, head_dim).permute(0, 2, 4, 1, 3, 5)
-    return F.linear(mixed.reshape(batch, num_anchors, inputs, -1), attention.o_proj.weight)

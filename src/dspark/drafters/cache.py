@@ -1,4 +1,4 @@
-"""Context keys and values of the draft layers, and how a round's blocks are written behind them."""
+"""What a drafter remembers of the committed context, and how a round's blocks are written behind it."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from dspark.types import Segment
+
 
 class DrafterCache:
     """Keys and values of the committed context, for every draft layer and slot, allocated once.
@@ -14,6 +16,9 @@ class DrafterCache:
     Shapes: ``keys`` and ``values`` are ``[layers, slots, kv_heads, max_length + scratch, head_dim]``. The ``scratch``
     rows after a slot's context hold the keys and values of the block being drafted, so that attention reads one piece
     of memory; the next `extend` overwrites them.
+
+    Drafters over pairs (`dspark.drafters.pairs`) also keep the feature of every context position, in ``features``
+    ``[slots, max_length, feature_size]``: the next pair needs the last one, whatever was rolled back.
 
     Attributes:
         lengths: Committed context tokens of every slot; also the position of the slot's next anchor.
@@ -31,12 +36,14 @@ class DrafterCache:
         scratch: int,
         device: torch.device,
         dtype: torch.dtype,
+        feature_size: int = 0,
     ) -> None:
         if num_slots < 1 or max_length < 1:
             raise ValueError(f"num_slots and max_length must be at least 1, got {num_slots} and {max_length}")
         shape = (num_layers, num_slots, num_kv_heads, max_length + scratch, head_dim)
         self.keys: Tensor = torch.zeros(shape, device=device, dtype=dtype)
         self.values: Tensor = torch.zeros(shape, device=device, dtype=dtype)
+        self.features: Tensor = torch.zeros((num_slots, max_length, feature_size), device=device, dtype=dtype)
         self.lengths: list[int] = [0] * num_slots
         self.max_length = max_length
 
@@ -83,8 +90,16 @@ class BlockPlan:
         mask_R11K: True at the keys a row may see; None where all rows are equally long.
     """
 
-    def __init__(self, cache: DrafterCache, slots: Sequence[int], inputs: int, device: torch.device) -> None:
-        lengths = [cache.lengths[slot] for slot in slots]
+    def __init__(self, slots: Sequence[int], starts: Sequence[int], inputs: int, device: torch.device) -> None:
+        """See the class.
+
+        Args:
+            slots: One different slot per row.
+            starts: Where each row's block begins; a row sees everything before and all of its block.
+            inputs: Inputs of a block.
+            device: Where the cache is.
+        """
+        lengths = list(starts)
         first, rows = slots[0], len(slots)
         self.end = max(lengths) + inputs
         self._inputs = inputs
@@ -122,3 +137,48 @@ class BlockPlan:
 def position_range(start: int, end: int, device: torch.device) -> Tensor:
     """Positions ``start .. end - 1``."""
     return torch.arange(start, end, device=device)
+
+
+def flat_places(segments: Sequence[Segment], device: torch.device) -> tuple[Tensor, Tensor]:
+    """``(slots_N, positions_N)`` of the segments' tokens, in their order."""
+    lengths = torch.tensor([segment.length for segment in segments])
+    slots = torch.tensor([segment.slot for segment in segments])
+    positions_N = torch.cat([position_range(segment.start, segment.end, device) for segment in segments])
+    return slots.repeat_interleave(lengths).to(device), positions_N
+
+
+def check_extension(
+    cache: DrafterCache, segments: Sequence[Segment], token_ids_N: Tensor, taps_NT: Tensor, width: int
+) -> int:
+    """Check the arguments of a drafter's `extend`, whose features are `width` wide; returns the number of tokens.
+
+    Raises:
+        ValueError: if a segment does not continue its slot or does not fit, or if there are too few or too many
+            features or tokens.
+    """
+    total = sum(segment.length for segment in segments)
+    if taps_NT.shape != (total, width):
+        raise ValueError(f"taps have shape {tuple(taps_NT.shape)}; the segments and tap_layers need ({total}, {width})")
+    if token_ids_N.shape != (total,):
+        raise ValueError(f"token_ids have shape {tuple(token_ids_N.shape)}; the segments hold {total} tokens")
+    if len({segment.slot for segment in segments}) != len(segments):
+        raise ValueError("a slot appears in two segments; pass each slot's tokens as one segment")
+    for segment in segments:
+        cache.check_segment(segment.slot, segment.start, segment.end)
+    return total
+
+
+def check_proposal(slots: Sequence[int], anchors_R: Tensor, num_tokens: int | None, block_size: int) -> int:
+    """Check the arguments of a drafter's `propose`; returns the number of draft tokens.
+
+    Raises:
+        ValueError: for a wrong number of tokens, rows or slots.
+    """
+    count = block_size if num_tokens is None else num_tokens
+    if not 1 <= count <= block_size:
+        raise ValueError(f"num_tokens must be 1 to the block size {block_size}, got {count}")
+    if len(slots) != len(anchors_R) or len(set(slots)) != len(slots) or not slots:
+        raise ValueError(
+            f"one different slot per anchor is needed, got {len(slots)} slots for {len(anchors_R)} anchors"
+        )
+    return count

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Mapping
 from importlib.resources import as_file, files
 from pathlib import Path
@@ -13,10 +12,11 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from dspark.drafters.config import DSparkConfig
-from dspark.drafters.dspark import DSparkDrafter
+from dspark.drafters.config_common import DrafterConfig
 from dspark.drafters.initialization import check_target, vocabulary_maps
 from dspark.drafters.protocol import DraftTarget
+from dspark.drafters.registry import TrainableDrafter, new_drafter, read_config
+from dspark.files import replacing, write_json
 
 CONFIG_FILE = "config.json"
 TENSOR_FILE = "model.safetensors"
@@ -30,8 +30,8 @@ def load_drafter(
     *,
     device: str | torch.device = "cpu",
     dtype: torch.dtype | None = None,
-) -> DSparkDrafter:
-    """Load a drafter from ``config.json`` and ``model.safetensors``.
+) -> TrainableDrafter:
+    """Load a drafter of any kind from ``config.json`` and ``model.safetensors``.
 
     Args:
         name_or_directory: ``embedded``, the drafter for the embedded target that ships with the package, or a
@@ -50,19 +50,19 @@ def load_drafter(
         with as_file(files("dspark").joinpath(_EMBEDDED_DIRECTORY)) as embedded:
             return load_drafter(embedded, target, device=device, dtype=dtype)
     directory = Path(name_or_directory)
-    config = DSparkConfig.from_file(directory / CONFIG_FILE)
+    config = read_config(directory / CONFIG_FILE)
     if target is not None:
         try:
             check_target(config, target)
         except ValueError as error:
             raise ValueError(f"{directory / CONFIG_FILE}: {error}") from error
     path, stored = _read_tensors(directory)
-    drafter = DSparkDrafter(config)
+    drafter = new_drafter(config)
     expected = drafter.state_dict()
     _complete_vocabulary(path, config, stored)
     _complete_from_target(path, config, stored, target)
     _check_tensors(path, stored, expected)
-    dtype = stored["fc.weight"].dtype if dtype is None else dtype
+    dtype = stored["norm.weight"].dtype if dtype is None else dtype
     tensors = {
         name: tensor.to(device=device, dtype=dtype if expected[name].is_floating_point() else expected[name].dtype)
         for name, tensor in stored.items()
@@ -74,7 +74,7 @@ def load_drafter(
 
 
 def save_drafter(
-    drafter: DSparkDrafter,
+    drafter: TrainableDrafter,
     directory: str | Path,
     *,
     include_embeddings: bool,
@@ -103,29 +103,9 @@ def save_drafter(
         tensor = tensor.detach().to(device="cpu", dtype=stored_dtype if tensor.is_floating_point() else tensor.dtype)
         # Parameters may share memory with each other (fused weights, a tied target); the file format does not.
         tensors[name] = tensor.clone(memory_format=torch.contiguous_format)
-    content = json.dumps(config.to_dict(str(stored_dtype).removeprefix("torch.")), indent=2) + "\n"
-
-    partial = directory / f".{TENSOR_FILE}.{os.getpid()}.partial"
-    try:
+    with replacing(directory / TENSOR_FILE) as partial:
         save_file(tensors, partial, metadata={"format": "pt"})
-        _replace(partial, directory / TENSOR_FILE)
-    finally:
-        partial.unlink(missing_ok=True)
-    partial = directory / f".{CONFIG_FILE}.{os.getpid()}.partial"
-    try:
-        partial.write_text(content, encoding="utf-8")
-        _replace(partial, directory / CONFIG_FILE)
-    finally:
-        partial.unlink(missing_ok=True)
-
-
-def _replace(partial: Path, path: Path) -> None:
-    descriptor = os.open(partial, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-    os.replace(partial, path)
+    write_json(directory / CONFIG_FILE, config.to_dict(str(stored_dtype).removeprefix("torch.")))
 
 
 def _read_tensors(directory: Path) -> tuple[Path, dict[str, Tensor]]:
@@ -150,7 +130,7 @@ def _read_tensors(directory: Path) -> tuple[Path, dict[str, Tensor]]:
     return path, tensors
 
 
-def _complete_vocabulary(path: Path, config: DSparkConfig, stored: dict[str, Tensor]) -> None:
+def _complete_vocabulary(path: Path, config: DrafterConfig, stored: dict[str, Tensor]) -> None:
     """Check the maps of a reduced vocabulary; add ``t2d`` where it was left out."""
     if not config.has_reduced_vocabulary:
         for name in ("d2t", "t2d"):
@@ -181,7 +161,7 @@ def _complete_vocabulary(path: Path, config: DSparkConfig, stored: dict[str, Ten
 
 
 def _complete_from_target(
-    path: Path, config: DSparkConfig, stored: dict[str, Tensor], target: DraftTarget | None
+    path: Path, config: DrafterConfig, stored: dict[str, Tensor], target: DraftTarget | None
 ) -> None:
     """Take ``embed_tokens`` and ``lm_head`` from the target where the file has none."""
     for name in ("embed_tokens.weight", "lm_head.weight"):

@@ -7,31 +7,31 @@ size, r rank, L layers.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
-from typing import NamedTuple, cast
+from typing import cast
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from dspark.drafters.backbone import DraftLayer, FusedWeights, block_attention, rms_norm
-from dspark.drafters.cache import BlockPlan, DrafterCache, position_range
+from dspark.drafters.backbone import DraftLayer, FusedWeights
+from dspark.drafters.cache import (
+    BlockPlan,
+    DrafterCache,
+    check_extension,
+    check_proposal,
+    flat_places,
+    position_range,
+)
 from dspark.drafters.confidence import ConfidenceHead
 from dspark.drafters.config import DSparkConfig
-from dspark.drafters.initialization import check_target, initial_tensor, vocabulary_maps
+from dspark.drafters.initialization import draft_token_ids, register_target_parts, start_from_target
+from dspark.drafters.layers import RopeTables, project_taps, rms_norm
+from dspark.drafters.packing import BlockLayout, PackedBlocks
 from dspark.drafters.protocol import DraftBlock, DraftSampler, DraftTarget
 from dspark.drafters.sequential import HEADS, SequentialHead, corrected_logits, embed_previous
-from dspark.models.rope import RopeSettings, RopeTable, rotate
+from dspark.models.rope import rotate
 from dspark.types import Segment
-
-
-class TrainingOutput(NamedTuple):
-    """Teacher-forced predictions of every block; see `DSparkDrafter.training_forward`."""
-
-    hidden_BAGH: Tensor
-    logits_BAGD: Tensor
-    confidence_logits_BAG: Tensor | None
 
 
 class DSparkDrafter(nn.Module):
@@ -42,6 +42,8 @@ class DSparkDrafter(nn.Module):
     new drafter and `dspark.drafters.checkpoint.load_drafter` for a stored one.
     """
 
+    embed_tokens: nn.Embedding
+    lm_head: nn.Linear
     d2t: Tensor
     t2d: Tensor
 
@@ -50,12 +52,11 @@ class DSparkDrafter(nn.Module):
         self.config = config
         hidden_size, eps = config.hidden_size, config.rms_norm_eps
         with torch.device("meta"):
-            self.embed_tokens = nn.Embedding(config.vocab_size, hidden_size)
+            register_target_parts(self, config)
             self.fc = nn.Linear(len(config.target_layer_ids) * hidden_size, hidden_size, bias=False)
             self.hidden_norm = nn.RMSNorm(hidden_size, eps=eps)
             self.layers = nn.ModuleList(DraftLayer(config) for _ in range(config.num_hidden_layers))
             self.norm = nn.RMSNorm(hidden_size, eps=eps)
-            self.lm_head = nn.Linear(hidden_size, config.draft_vocab_size, bias=False)
             if config.markov_rank > 0:
                 assert config.markov_head_type is not None
                 head_type = HEADS[config.markov_head_type]
@@ -65,13 +66,8 @@ class DSparkDrafter(nn.Module):
             if config.enable_confidence_head:
                 rank = config.markov_rank if config.confidence_head_with_markov else 0
                 self.confidence_head = ConfidenceHead(hidden_size, rank)
-            if config.has_reduced_vocabulary:
-                self.register_buffer("d2t", torch.empty(config.draft_vocab_size, dtype=torch.int64))
-                self.register_buffer("t2d", torch.empty(config.vocab_size, dtype=torch.bool))
-        self.embed_tokens.requires_grad_(False)
-        self.lm_head.requires_grad_(False)
         self._fused: FusedWeights | None = None
-        self._rope_tables: dict[tuple[torch.dtype, torch.device], RopeTable] = {}
+        self._rope = RopeTables(config)
 
     @classmethod
     def from_target(
@@ -83,44 +79,9 @@ class DSparkDrafter(nn.Module):
         dtype: torch.dtype = torch.float32,
         generator: torch.Generator | None = None,
     ) -> DSparkDrafter:
-        """A new drafter to be trained for `target`.
-
-        Embedding and LM head are the target's (shared where the dtype agrees). Matrices start normal with standard
-        deviation `config.initializer_range`, norms at one, biases and the sequential head's W2 at zero, so that the
-        first corrected logits are the base logits.
-
-        Args:
-            config: Sizes of the drafter; they must agree with the target's.
-            target: The frozen model.
-            draft_token_ids: Target ids of the draft vocabulary, in any order; needed exactly when it is reduced.
-            dtype: Type of the parameters.
-            generator: Source of the random start.
-
-        Raises:
-            ValueError: naming the field in which drafter and target, or the draft vocabulary, disagree.
-        """
-        check_target(config, target)
-        embedding_VH = target.embedding_weight_VH.detach().to(dtype)
-        head_VH = target.lm_head_weight_VH.detach()
-        device = embedding_VH.device
+        """A new drafter to be trained for `target`; see `start_from_target`."""
         drafter = cls(config)
-        tensors: dict[str, Tensor] = {"embed_tokens.weight": embedding_VH}
-        if config.has_reduced_vocabulary:
-            if draft_token_ids is None:
-                raise ValueError("draft_token_ids is missing although draft_vocab_size is smaller than vocab_size")
-            ids_D = torch.as_tensor(draft_token_ids, dtype=torch.int64, device=device).sort().values
-            tensors["d2t"], tensors["t2d"] = vocabulary_maps(config, ids_D)
-            tensors["lm_head.weight"] = head_VH[ids_D].to(dtype)
-        else:
-            if draft_token_ids is not None:
-                raise ValueError(
-                    "draft_token_ids given although draft_vocab_size equals vocab_size; lower draft_vocab_size"
-                )
-            tensors["lm_head.weight"] = head_VH.to(dtype)
-        for name, parameter in drafter.named_parameters():
-            if name not in tensors:
-                tensors[name] = initial_tensor(name, parameter, config, dtype, device, generator)
-        drafter.load_state_dict(tensors, assign=True)
+        start_from_target(drafter, config, target, draft_token_ids, dtype=dtype, generator=generator)
         return drafter
 
     @property
@@ -141,19 +102,27 @@ class DSparkDrafter(nn.Module):
     @property
     def draft_token_ids_D(self) -> Tensor | None:
         """Target id of every draft column; None where the draft vocabulary is the target's."""
-        if not self.config.has_reduced_vocabulary:
-            return None
-        return self.d2t + torch.arange(len(self.d2t), device=self.d2t.device)
+        return draft_token_ids(self)
 
     @property
     def device(self) -> torch.device:
         """Where the parameters are."""
-        return self.fc.weight.device
+        return self.norm.weight.device
 
     @property
     def dtype(self) -> torch.dtype:
         """Type of the parameters."""
-        return self.fc.weight.dtype
+        return self.norm.weight.dtype
+
+    @property
+    def has_confidence_head(self) -> bool:
+        """Whether blocks come with confidence logits."""
+        return self.config.enable_confidence_head
+
+    @property
+    def needs_whole_blocks(self) -> bool:
+        """Whether `teacher_forced` looks at a slot's whole block: the recurrent head does."""
+        return self.config.markov_head_type == "rnn"
 
     # ---- decoding ----------------------------------------------------------------------------------------------------
 
@@ -172,30 +141,21 @@ class DSparkDrafter(nn.Module):
         )
 
     @torch.no_grad()
-    def extend(self, cache: DrafterCache, segments: Sequence[Segment], taps_NT: Tensor) -> None:
+    def extend(self, cache: DrafterCache, segments: Sequence[Segment], token_ids_N: Tensor, taps_NT: Tensor) -> None:
         """Compute and store the context keys and values of newly committed tokens, in every draft layer (SPEC eq. 2-3).
 
         Args:
             cache: The cache to extend.
             segments: For each slot at most one run of tokens, starting at the slot's length.
+            token_ids_N: The tokens, flat; only their number matters here.
             taps_NT: The target's features of these tokens, flat.
 
         Raises:
-            ValueError: if a segment does not continue its slot or does not fit, or if the feature count is wrong.
+            ValueError: if a segment does not continue its slot or does not fit, or if the number of features or
+                tokens is wrong.
         """
-        total = sum(segment.length for segment in segments)
-        width = self.fc.in_features
-        if taps_NT.shape != (total, width):
-            raise ValueError(
-                f"taps have shape {tuple(taps_NT.shape)}; the segments and tap_layers need ({total}, {width})"
-            )
-        if len({segment.slot for segment in segments}) != len(segments):
-            raise ValueError("a slot appears in two segments; pass each slot's tokens as one segment")
-        for segment in segments:
-            cache.check_segment(segment.slot, segment.start, segment.end)
-        if total == 0:
+        if check_extension(cache, segments, token_ids_N, taps_NT, self.fc.in_features) == 0:
             return
-
         config, fused = self.config, self._fused_weights()
         context_NH = self._context(taps_NT)
         first_key_row = config.num_attention_heads * config.head_dim
@@ -204,15 +164,14 @@ class DSparkDrafter(nn.Module):
         norms_L11d = fused.head_norms_L2d[:, 1, None, None]
         keys = F.rms_norm(keys, (config.head_dim,), None, config.rms_norm_eps) * norms_L11d
 
-        table, last = self._rope_table(keys), max(segment.end for segment in segments)
+        table, last = self._rope.like(keys), max(segment.end for segment in segments)
         if len(segments) == 1:
             slot, start, end = segments[0].slot, segments[0].start, segments[0].end
             keys = rotate(keys, *table.lookup(position_range(start, end, self.device), last))
             cache.keys[:, slot, :, start:end] = keys.transpose(1, 2)
             cache.values[:, slot, :, start:end] = values.transpose(1, 2)
         else:
-            positions_N = torch.cat([position_range(segment.start, segment.end, self.device) for segment in segments])
-            slots_N = torch.tensor([s.slot for s in segments for _ in range(s.length)], device=self.device)
+            slots_N, positions_N = flat_places(segments, self.device)
             keys = rotate(keys, *table.lookup(positions_N, last))
             cache.keys[:, slots_N, :, positions_N] = keys.transpose(0, 1)
             cache.values[:, slots_N, :, positions_N] = values.transpose(0, 1)
@@ -243,13 +202,7 @@ class DSparkDrafter(nn.Module):
         Raises:
             ValueError: for a wrong number of tokens, rows or slots.
         """
-        count = self.block_size if num_tokens is None else num_tokens
-        if not 1 <= count <= self.block_size:
-            raise ValueError(f"num_tokens must be 1 to the block size {self.block_size}, got {count}")
-        if len(slots) != len(anchors_R) or len(set(slots)) != len(slots) or not slots:
-            raise ValueError(
-                f"one different slot per anchor is needed, got {len(slots)} slots for {len(anchors_R)} anchors"
-            )
+        count = check_proposal(slots, anchors_R, num_tokens, self.block_size)
         hidden_RGH = self._draft_hidden(cache, slots, anchors_R)[:, :count]
         base_RGD = F.linear(hidden_RGH, self.lm_head.weight).float()
         draft_ids_D = self.draft_token_ids_D
@@ -282,8 +235,8 @@ class DSparkDrafter(nn.Module):
         ids_RI = torch.full((rows, inputs), config.mask_token_id, dtype=torch.int64, device=self.device)
         ids_RI[:, 0] = anchors_R
         hidden = F.embedding(ids_RI.view(-1), self.embed_tokens.weight)
-        plan = BlockPlan(cache, slots, inputs, self.device)
-        cos, sin = self._rope_table(hidden).lookup(plan.positions_N, plan.end)
+        plan = BlockPlan(slots, [cache.lengths[slot] for slot in slots], inputs, self.device)
+        cos, sin = self._rope.like(hidden).lookup(plan.positions_N, plan.end)
         # Query and key heads stand side by side, so that one norm and one rotation serve both.
         norms_Lhd = torch.cat(
             (
@@ -320,90 +273,23 @@ class DSparkDrafter(nn.Module):
 
     # ---- training ----------------------------------------------------------------------------------------------------
 
-    def training_forward(
-        self,
-        taps_BST: Tensor,
-        anchors_BA: Tensor,
-        block_tokens_BAG: Tensor,
-        *,
-        context_lengths_B: Tensor | None = None,
-        anchor_keep_BA: Tensor | None = None,
-    ) -> TrainingOutput:
-        """Teacher-forced predictions of all blocks, the numbers that `propose` computes for the same tokens.
-
-        A block sees the context strictly before its anchor and itself, never another block. Context projections are
-        computed once per sequence and shared by its anchors.
-
-        Args:
-            taps_BST: The target's features of every position; any finite numbers at padding positions.
-            anchors_BA: Position of each anchor token, 0 to S (S: only the block itself is beyond the features).
-            block_tokens_BAG: ``x_0 .. x_{G-1}``: the anchor token, then the true tokens after it, as target ids. Past
-                the labels any valid id will do: a slot sees only tokens before the one it predicts.
-            context_lengths_B: True length of each sequence; positions from there on are never attended.
-            anchor_keep_BA: False at padding anchors, whose outputs are finite but mean nothing.
-
-        Returns:
-            ``(hidden, logits, confidence_logits)``: backbone states, base logits plus sequential correction (draft
-            columns), and confidence logits (None without that head); slot k of a block predicts the (k+1)-th token
-            after its anchor.
-        """
-        hidden_BAGH = self.training_hidden(
-            taps_BST,
-            anchors_BA,
-            block_tokens_BAG[..., 0],
-            context_lengths_B=context_lengths_B,
-            anchor_keep_BA=anchor_keep_BA,
-        )
-        logits_BAGD, confidence_BAG = self.teacher_forced(hidden_BAGH, block_tokens_BAG)
-        return TrainingOutput(hidden_BAGH, logits_BAGD, confidence_BAG)
-
-    def training_hidden(
-        self,
-        taps_BST: Tensor,
-        anchors_BA: Tensor,
-        anchor_tokens_BA: Tensor,
-        *,
-        context_lengths_B: Tensor | None = None,
-        anchor_keep_BA: Tensor | None = None,
-    ) -> Tensor:
-        """Backbone states ``[B, A, G, H]`` of the predicting slots; arguments as in `training_forward`."""
+    def training_hidden(self, blocks: PackedBlocks) -> Tensor:
+        """Backbone states ``[M, G, H]``: slot k of a block predicts the (k+1)-th token after its anchor."""
         config = self.config
-        batch, num_anchors = anchors_BA.shape
-        inputs = config.num_block_inputs
-        visible_BA = anchors_BA
-        if context_lengths_B is not None:
-            visible_BA = torch.minimum(visible_BA, context_lengths_B[:, None].to(visible_BA.device))
-        if anchor_keep_BA is not None:
-            visible_BA = visible_BA * anchor_keep_BA.to(visible_BA.dtype)
-        # Nothing after the last anchor is ever attended: do not compute it.
-        span = min(int(visible_BA.max()), taps_BST.shape[1]) if visible_BA.numel() else 0
-        device = taps_BST.device
-        context_BSH = self._context(taps_BST[:, :span])
-        # An additive mask keeps one small tensor for the backward pass instead of one as large as the scores.
-        hidden_from_BAS = position_range(0, span, device) >= visible_BA[..., None]
-        bias_B1A1S = torch.zeros((), device=device).masked_fill(hidden_from_BAS, -math.inf)[:, None, :, None]
-
-        ids_BAI = torch.full((batch, num_anchors, inputs), config.mask_token_id, dtype=torch.int64, device=device)
-        ids_BAI[..., 0] = anchor_tokens_BA
-        hidden = F.embedding(ids_BAI, self.embed_tokens.weight)
-        positions_BAI = anchors_BA[..., None] + position_range(0, inputs, device)
-        last = max(span, int(anchors_BA.max()) + inputs) if anchors_BA.numel() else span
-        table = self._rope_table(hidden)
-        context_rope = table.lookup(position_range(0, span, device), last)
-        block_rope = table.lookup(positions_BAI.reshape(-1), last)
-        block_rope = (
-            block_rope[0].view(batch, num_anchors, inputs, 1, -1),
-            block_rope[1].view(batch, num_anchors, inputs, 1, -1),
-        )
-        for layer in self._draft_layers:
-            normed = rms_norm(hidden, layer.input_layernorm)
-            hidden = hidden + block_attention(
-                config, layer.self_attn, context_BSH, context_rope, normed, block_rope, bias_B1A1S
-            )
-            normed = rms_norm(hidden, layer.post_attention_layernorm)
-            gate, up = F.linear(normed, layer.mlp.gate_proj.weight), F.linear(normed, layer.mlp.up_proj.weight)
-            hidden = hidden + F.linear(F.silu(gate) * up, layer.mlp.down_proj.weight)
-        return rms_norm(hidden[:, :, inputs - self.block_size :], self.norm)
+        inputs, device = config.num_block_inputs, blocks.taps_NT.device
+        layout = BlockLayout(blocks, blocks.anchors_M, inputs)
+        context_NH = self._context(blocks.taps_NT)
+        ids_MI = torch.full((len(blocks.anchors_M), inputs), config.mask_token_id, dtype=torch.int64, device=device)
+        ids_MI[:, 0] = blocks.block_tokens_MG[:, 0]
+        hidden_MIH = F.embedding(ids_MI, self.embed_tokens.weight)
+        positions_MI = blocks.anchors_M[:, None] + position_range(0, inputs, device)
+        table = self._rope.like(hidden_MIH)
+        context_rope = table.lookup(layout.positions_N, layout.last_position)
+        cos, sin = table.lookup(positions_MI.flatten(), layout.last_position)
+        block_rope = (cos.unflatten(0, positions_MI.shape), sin.unflatten(0, positions_MI.shape))
+        for layer in self.layers:
+            hidden_MIH = layer(hidden_MIH, block_rope, context_NH, context_rope, layout)
+        return rms_norm(hidden_MIH[:, inputs - self.block_size :], self.norm)
 
     def teacher_forced(self, hidden_XGH: Tensor, previous_XG: Tensor) -> tuple[Tensor, Tensor | None]:
         """Heads over blocks whose previous tokens ``x_0 .. x_{G-1}`` are known, for any leading shape X.
@@ -425,14 +311,20 @@ class DSparkDrafter(nn.Module):
         confidence_XG = self.confidence_head(hidden_XGH, embedding_XGr) if self.config.enable_confidence_head else None
         return logits_ND.view_as(base_XGD), confidence_XG
 
+    def detached_confidence(self, hidden_XGH: Tensor, previous_XG: Tensor) -> Tensor | None:
+        """Confidence logits ``[X, G]`` whose gradient reaches the confidence head alone; None without the head."""
+        if not self.has_confidence_head:
+            return None
+        embedding_XGr = None
+        if self.confidence_head.uses_markov:
+            embedding_XGr = embed_previous(self.markov_head, previous_XG).detach()
+        return cast(Tensor, self.confidence_head(hidden_XGH.detach(), embedding_XGr))
+
     # ---- shared ------------------------------------------------------------------------------------------------------
 
     def _context(self, taps: Tensor) -> Tensor:
         """``h_ctx = RMSNorm(W_fc [h^{t_1}; ...; h^{t_m}])`` (eq. 2)."""
-        if not torch.is_autocast_enabled(taps.device.type):
-            taps = taps.to(self.dtype)
-        projected = F.linear(taps, self.fc.weight)
-        return rms_norm(projected, self.hidden_norm)
+        return rms_norm(project_taps(taps, self.fc), self.hidden_norm)
 
     def _confidence(self, hidden_XGH: Tensor, previous_XG: Tensor) -> Tensor | None:
         if not self.config.enable_confidence_head:
@@ -453,10 +345,3 @@ class DSparkDrafter(nn.Module):
         if self._fused is None or not self._fused.is_current(self.layers):
             self._fused = FusedWeights.build(self.layers)
         return self._fused
-
-    def _rope_table(self, like: Tensor) -> RopeTable:
-        key = (like.dtype, like.device)
-        if key not in self._rope_tables:
-            settings = RopeSettings.default(self.config.head_dim, self.config.rope_theta)
-            self._rope_tables[key] = RopeTable(settings, *key)
-        return self._rope_tables[key]

@@ -41,7 +41,7 @@ class Drafter(Protocol):
 
     @property
     def block_size(self) -> int:
-        """Draft tokens proposed in one round, gamma."""
+        """Most draft tokens proposed in one round, gamma."""
         ...
 
     @property
@@ -60,11 +60,11 @@ class Drafter(Protocol):
         ...
 
     def new_cache(self, num_slots: int, max_length: int) -> DrafterCache:
-        """Allocate the context keys and values of `num_slots` requests of up to `max_length` tokens."""
+        """Allocate the context memory of `num_slots` requests of up to `max_length` tokens."""
         ...
 
-    def extend(self, cache: DrafterCache, segments: Sequence[Segment], taps_NT: Tensor) -> None:
-        """Take in the target's features of newly committed tokens."""
+    def extend(self, cache: DrafterCache, segments: Sequence[Segment], token_ids_N: Tensor, taps_NT: Tensor) -> None:
+        """Take in newly committed tokens and the target's features of them."""
         ...
 
     def propose(
@@ -75,7 +75,10 @@ class Drafter(Protocol):
         sample: DraftSampler,
         num_tokens: int | None = None,
     ) -> DraftBlock:
-        """Draft `num_tokens` (default: the block size) tokens after the anchor of every row."""
+        """Draft `num_tokens` (default: the block size) tokens after the anchor of every row.
+
+        A row's anchor sits at the position that its slot's length names: every token before it has been taken in.
+        """
         ...
 
 

@@ -154,7 +154,7 @@ class _Generation:
         tokens_N = torch.tensor(token_ids, device=self._target.device)
         output = self._target.forward(tokens_N, [segment], self._cache, self._tap_layers)
         if self._drafter is not None and self._drafter_cache is not None and output.taps_NT is not None:
-            self._drafter.extend(self._drafter_cache, [segment], output.taps_NT)
+            self._drafter.extend(self._drafter_cache, [segment], tokens_N, output.taps_NT)
         return output.hidden_NH
 
     def _roll_back(self, length: int) -> None:

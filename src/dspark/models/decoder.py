@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -11,17 +10,17 @@ from torch.nn import functional
 
 from dspark.models.attention import KEY_BLOCK, AttentionPlan, attend
 from dspark.models.config import DecoderConfig
+from dspark.models.fingerprint import Fingerprint
 from dspark.models.kv_cache import KVCache
 from dspark.models.linear import FloatLinear, Int8Linear, Linear
 from dspark.models.rope import RopeTable, rotate
-from dspark.models.target import TargetOutput
+from dspark.models.target import TargetCache, TargetOutput, check_pass
 from dspark.types import Segment
 
 _ACTIVATIONS: Mapping[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "silu": functional.silu,
     "gelu_tanh": lambda x: functional.gelu(x, approximate="tanh"),
 }
-_FINGERPRINT_STRIDE = 499
 COMPUTE_DTYPES = ("float32", "bfloat16", "int8")
 
 
@@ -112,6 +111,10 @@ class Decoder:
     def lm_head_weight_VH(self) -> torch.Tensor:
         return self._lm_head_VH
 
+    @property
+    def lm_head_bias_V(self) -> torch.Tensor | None:
+        return None
+
     def new_cache(self, num_slots: int, max_length: int) -> KVCache:
         """Allocate key/value memory for ``num_slots`` requests of up to ``max_length`` tokens each."""
         return KVCache(
@@ -142,23 +145,14 @@ class Decoder:
 
     @torch.inference_mode()
     def forward(
-        self, token_ids_N: torch.Tensor, segments: Sequence[Segment], cache: KVCache, tap_layers: Sequence[int] = ()
+        self, token_ids_N: torch.Tensor, segments: Sequence[Segment], cache: TargetCache, tap_layers: Sequence[int] = ()
     ) -> TargetOutput:
-        """One pass over the tokens of all segments, in the order of ``segments``.
-
-        Keys and values are written at each segment's positions; a segment attends to its slot's positions before it
-        and causally to itself.
-
-        Raises:
-            ValueError: if the segments do not add up to ``N`` tokens, do not continue their slots or do not fit, or a
-                tap layer does not exist. Nothing is written then.
-        """
+        """One pass over the tokens of all segments (see :meth:`dspark.models.target.Target.forward`)."""
         segments = list(segments)
-        if sum(segment.length for segment in segments) != len(token_ids_N):
-            raise ValueError(f"segments hold {sum(s.length for s in segments)} tokens, token_ids {len(token_ids_N)}")
         c = self._config
-        if missing := [layer for layer in tap_layers if not 0 <= layer < c.num_layers]:
-            raise ValueError(f"tap layers {missing} do not exist: the target has layers 0 to {c.num_layers - 1}")
+        check_pass(token_ids_N, segments, tap_layers, c.num_layers)
+        if not isinstance(cache, KVCache):
+            raise TypeError(f"the cache is a {type(cache).__name__} of another target; take one from new_cache")
         cache.reserve(segments)
         group = c.num_heads // c.num_kv_heads
         # int8 products are exact sums: with invariant attention the whole pass is.
@@ -268,7 +262,7 @@ class _WeightReader:
     def __init__(self, weights: Mapping[str, torch.Tensor], dtype: torch.dtype, device: torch.device) -> None:
         self._weights = weights
         self._left = set(weights)
-        self._digest = hashlib.sha256()
+        self._fingerprint = Fingerprint()
         self._dtype = dtype
         self._device = device
 
@@ -279,16 +273,14 @@ class _WeightReader:
         if tuple(tensor.shape) != shape:
             raise ValueError(f"tensor {name} has shape {tuple(tensor.shape)}, the config asks for {shape}")
         self._left.discard(name)
-        # A sample of every tensor tells checkpoints apart in no time; fine-tuning moves all of a matrix.
-        sample = tensor.detach().flatten()[::_FINGERPRINT_STRIDE].cpu().double().numpy()
-        self._digest.update(f"{name} {shape} ".encode() + sample.tobytes())
+        self._fingerprint.update(name, tensor)
         return tensor.to(device=self._device, dtype=self._dtype)
 
     def drop(self, name: str) -> None:
         self._left.discard(name)
 
     def fingerprint(self) -> str:
-        return self._digest.hexdigest()[:32]
+        return self._fingerprint.hexdigest()
 
     def finish(self) -> None:
         left = sorted(name for name in self._left if not name.endswith("rotary_emb.inv_freq"))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 
 from dspark.types import Segment
@@ -27,8 +29,7 @@ class KVCache:
         device: torch.device,
         block: int = 1,
     ) -> None:
-        if num_slots < 1 or max_length < 1:
-            raise ValueError(f"a cache needs at least one slot and one position, got {num_slots=} and {max_length=}")
+        check_size(num_slots, max_length)
         self.num_slots = num_slots
         self.max_length = max_length
         positions = -(-max_length // block) * block
@@ -39,37 +40,53 @@ class KVCache:
         self.lengths = [0] * num_slots
 
     def truncate(self, slot: int, length: int) -> None:
-        """Forget every position of ``slot`` from ``length`` on.
+        """Forget every position of ``slot`` from ``length`` on (see :func:`truncate_slot`)."""
+        truncate_slot(self.lengths, slot, length)
 
-        Raises:
-            ValueError: if the slot holds fewer than ``length`` positions.
-        """
-        if not 0 <= length <= self.lengths[slot]:
-            raise ValueError(f"cannot truncate slot {slot} to {length}: it holds {self.lengths[slot]} positions")
-        self.lengths[slot] = length
+    def reserve(self, segments: Sequence[Segment]) -> None:
+        """Check that ``segments`` continue their slots and fit, then count them as written (:func:`reserve_slots`)."""
+        reserve_slots(self.lengths, self.max_length, segments)
 
-    def reserve(self, segments: list[Segment]) -> None:
-        """Check that ``segments`` continue their slots and fit, then count them as written.
 
-        Raises:
-            ValueError: if a slot does not exist or is named twice, a segment is empty, leaves a gap after the slot's
-                valid positions, or ends beyond ``max_length``. Nothing is changed then.
-        """
-        seen: set[int] = set()
-        for segment in segments:
-            if not 0 <= segment.slot < self.num_slots or segment.slot in seen:
-                raise ValueError(f"slot {segment.slot} is unknown or named twice (the cache has {self.num_slots})")
-            seen.add(segment.slot)
-            if segment.length < 1:
-                raise ValueError(f"slot {segment.slot}: a segment needs at least one token")
-            if segment.start > self.lengths[segment.slot] or segment.start < 0:
-                raise ValueError(
-                    f"slot {segment.slot}: a segment starts at {segment.start}, the slot holds "
-                    f"{self.lengths[segment.slot]} positions"
-                )
-            if segment.end > self.max_length:
-                raise ValueError(
-                    f"slot {segment.slot}: position {segment.end - 1} is beyond the cache's {self.max_length} positions"
-                )
-        for segment in segments:
-            self.lengths[segment.slot] = segment.end
+def check_size(num_slots: int, max_length: int) -> None:
+    """Raise ValueError unless a cache of this size can hold anything."""
+    if num_slots < 1 or max_length < 1:
+        raise ValueError(f"a cache needs at least one slot and one position, got {num_slots=} and {max_length=}")
+
+
+def truncate_slot(lengths: list[int], slot: int, length: int) -> None:
+    """Cut ``lengths[slot]`` to ``length``.
+
+    Raises:
+        ValueError: if the slot holds fewer than ``length`` positions.
+    """
+    if not 0 <= length <= lengths[slot]:
+        raise ValueError(f"cannot truncate slot {slot} to {length}: it holds {lengths[slot]} positions")
+    lengths[slot] = length
+
+
+def reserve_slots(lengths: list[int], max_length: int, segments: Sequence[Segment]) -> None:
+    """Check that ``segments`` continue their slots and fit, then set ``lengths`` to their ends.
+
+    Raises:
+        ValueError: if a slot does not exist or is named twice, a segment is empty, leaves a gap after the slot's valid
+            positions, or ends beyond ``max_length``. Nothing is changed then.
+    """
+    seen: set[int] = set()
+    for segment in segments:
+        if not 0 <= segment.slot < len(lengths) or segment.slot in seen:
+            raise ValueError(f"slot {segment.slot} is unknown or named twice (the cache has {len(lengths)})")
+        seen.add(segment.slot)
+        if segment.length < 1:
+            raise ValueError(f"slot {segment.slot}: a segment needs at least one token")
+        if segment.start > lengths[segment.slot] or segment.start < 0:
+            raise ValueError(
+                f"slot {segment.slot}: a segment starts at {segment.start}, the slot holds "
+                f"{lengths[segment.slot]} positions"
+            )
+        if segment.end > max_length:
+            raise ValueError(
+                f"slot {segment.slot}: position {segment.end - 1} is beyond the cache's {max_length} positions"
+            )
+    for segment in segments:
+        lengths[segment.slot] = segment.end

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from huggingface_hub import snapshot_download
@@ -18,8 +18,13 @@ from dspark.models.decoder import Decoder
 from dspark.models.embedded import NAME as EMBEDDED_NAME
 from dspark.models.embedded import embedded_target
 from dspark.models.gguf_file import read_gguf
+from dspark.models.target import Target
+from dspark.models.transformers_checkpoint import read_transformers
 
-_CHECKPOINT_FILES = ["*.json", "*.safetensors", "*.jinja", "tokenizer.model"]
+_CHECKPOINT_FILES = ["*.json", "*.safetensors", "*.jinja", "tokenizer.model", "merges.txt", "vocab.txt"]
+_NOT_CHECKPOINT_FILES = ["consolidated*", "original/*"]  # the same weights once more, in a vendor's own format
+
+Implementation = Literal["native", "transformers"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,55 +34,107 @@ class LoadedTarget:
     Attributes:
         name: what to call it in output.
         stop_token_ids: tokens that end an answer (``eos_token_id`` of the generation config, config and tokenizer).
+        implementation: what computes it: the native decoder, or transformers.
+        notices: what the user should be told about the choice, a line each; empty if it is the native decoder.
     """
 
-    model: Decoder
+    model: Target
     tokenizer: PreTrainedTokenizerBase
     name: str
     stop_token_ids: frozenset[int]
+    implementation: Implementation = "native"
+    notices: tuple[str, ...] = ()
 
 
-def load_target(name_or_path: str = "embedded", *, dtype: str = "auto", device: str = "cpu") -> LoadedTarget:
+def load_target(
+    name_or_path: str = "embedded",
+    *,
+    dtype: str = "auto",
+    device: str = "cpu",
+    implementation: Implementation | Literal["auto"] = "auto",
+) -> LoadedTarget:
     """Load a target and its tokenizer.
 
     Args:
         name_or_path: ``embedded``, a checkpoint directory, a ``.gguf`` file, or a hub name.
-        dtype: ``float32``, ``bfloat16``, ``int8``, or ``auto`` (see :func:`resolve_dtype`); what was taken is
-            ``model.compute_dtype``.
+        dtype: ``float32``, ``bfloat16``, ``int8`` (native only), or ``auto`` (see :func:`resolve_dtype`); what was
+            taken is ``model.compute_dtype``.
         device: where to run it.
+        implementation: ``native`` or ``transformers``; ``auto`` is native where the checkpoint's family and settings
+            are supported, and transformers elsewhere, which ``notices`` then says with the reason.
 
     Raises:
         ValueError: if the checkpoint cannot be used, naming the field or tensor.
         OSError: if it cannot be found or fetched.
     """
+    if implementation not in ("auto", "native", "transformers"):
+        raise ValueError(f"implementation {implementation!r} is not one of auto, native, transformers")
     _check_device(device)
     path = _resolve(name_or_path)
+    name = EMBEDDED_NAME if name_or_path == "embedded" else name_or_path
     if path.is_file():
-        model = read_gguf(path)
-        raw, weights, tokenizer = model.config, model.weights, model.tokenizer
-        generation: dict[str, Any] = {}
+        if implementation == "transformers":
+            raise ValueError(f"{path}: a GGUF file runs natively only; give implementation native or auto")
+        gguf = read_gguf(path)
+        return LoadedTarget(
+            model=Decoder(
+                DecoderConfig.from_huggingface(gguf.config),
+                gguf.weights,
+                compute_dtype=resolve_dtype(dtype, device),
+                device=device,
+            ),
+            tokenizer=gguf.tokenizer,
+            name=name,
+            stop_token_ids=_stop_token_ids(gguf.config, {}, gguf.tokenizer),
+        )
+    raw = _read_json(path / "config.json")
+    generation = _read_json(path / "generation_config.json", required=False)
+    config, why_not_native = _native_config(raw, implementation)
+    model: Target
+    if config is not None:
+        model = Decoder(config, _read_weights(path), compute_dtype=resolve_dtype(dtype, device), device=device)
     else:
-        raw = _read_json(path / "config.json")
-        raw = _text_config(raw)
-        weights = _read_weights(path)
-        tokenizer = AutoTokenizer.from_pretrained(path)
-        generation = _read_json(path / "generation_config.json", required=False)
-    config = DecoderConfig.from_huggingface(raw)
-    decoder = Decoder(config, weights, compute_dtype=resolve_dtype(dtype, device), device=device)
+        compute_dtype = resolve_dtype(dtype, device, native=False)
+        model = read_transformers(path, raw, compute_dtype=compute_dtype, device=device)
+    tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=False)
     return LoadedTarget(
-        model=decoder,
+        model=model,
         tokenizer=tokenizer,
-        name=EMBEDDED_NAME if name_or_path == "embedded" else name_or_path,
+        name=name,
         stop_token_ids=_stop_token_ids(raw, generation, tokenizer),
+        implementation="native" if config is not None else "transformers",
+        notices=() if why_not_native is None else (_notice(name, why_not_native, dtype, model),),
     )
 
 
-def resolve_dtype(dtype: str, device: str) -> str:
-    """``auto`` is int8 on a CPU with the kernels for it (x86), where it is the fastest, and bfloat16 elsewhere."""
+def resolve_dtype(dtype: str, device: str, *, native: bool = True) -> str:
+    """``auto`` is int8 for a native target on a CPU with the kernels for it (x86), where it is the fastest.
+
+    Elsewhere it is bfloat16, through transformers too, and on a CPU too: half the memory to read for each token.
+    """
     if dtype != "auto":
         return dtype
     has_int8 = torch.device(device).type == "cpu" and "fbgemm" in torch.backends.quantized.supported_engines
-    return "int8" if has_int8 else "bfloat16"
+    return "int8" if native and has_int8 else "bfloat16"
+
+
+def _native_config(
+    raw: dict[str, Any], implementation: Implementation | Literal["auto"]
+) -> tuple[DecoderConfig | None, str | None]:
+    """The native decoder's config; or None, with the reason unless transformers was asked for."""
+    if implementation == "transformers":
+        return None, None
+    try:
+        return DecoderConfig.from_huggingface(_text_config(raw)), None
+    except ValueError as error:
+        if implementation == "native":
+            raise
+        return None, str(error)
+
+
+def _notice(name: str, why_not_native: str, dtype: str, model: Target) -> str:
+    chosen = f", in {model.compute_dtype}" if dtype == "auto" else ""
+    return f"{name} runs through transformers{chosen}, not the faster native decoder: {why_not_native}"
 
 
 def _check_device(device: str) -> None:
@@ -101,7 +158,9 @@ def _resolve(name_or_path: str) -> Path:
     if name_or_path.startswith((".", "/", "~")) or name_or_path.count("/") != 1 or name_or_path.endswith(".gguf"):
         raise FileNotFoundError(f"no such target: {name_or_path} (embedded, a directory, a .gguf file, or owner/name)")
     try:
-        return Path(snapshot_download(name_or_path, allow_patterns=_CHECKPOINT_FILES))
+        return Path(
+            snapshot_download(name_or_path, allow_patterns=_CHECKPOINT_FILES, ignore_patterns=_NOT_CHECKPOINT_FILES)
+        )
     except (HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
         raise OSError(f"could not fetch {name_or_path} from the Hugging Face hub: {error}") from error
 
@@ -164,6 +223,7 @@ def _stop_token_ids(
     raw: dict[str, Any], generation: dict[str, Any], tokenizer: PreTrainedTokenizerBase
 ) -> frozenset[int]:
     ids: set[int] = set()
-    for value in (generation.get("eos_token_id"), raw.get("eos_token_id"), tokenizer.eos_token_id):
+    configs = (generation, raw, raw.get("text_config") or {})
+    for value in (*(config.get("eos_token_id") for config in configs), tokenizer.eos_token_id):
         ids.update(value if isinstance(value, list) else [value] if value is not None else [])
     return frozenset(ids)

@@ -8,8 +8,6 @@ from typing import Protocol
 
 import torch
 
-from dspark.models.config import DecoderConfig
-from dspark.models.kv_cache import KVCache
 from dspark.types import Segment
 
 
@@ -27,11 +25,72 @@ class TargetOutput:
     taps_NT: torch.Tensor | None
 
 
-class Target(Protocol):
-    """A frozen causal language model with a key/value cache in slots."""
+class TargetConfig(Protocol):
+    """Sizes of a target. A drafter takes those that its recipe does not set from here."""
 
     @property
-    def config(self) -> DecoderConfig: ...
+    def vocab_size(self) -> int: ...
+
+    @property
+    def hidden_size(self) -> int: ...
+
+    @property
+    def intermediate_size(self) -> int: ...
+
+    @property
+    def num_layers(self) -> int: ...
+
+    @property
+    def num_heads(self) -> int: ...
+
+    @property
+    def num_kv_heads(self) -> int: ...
+
+    @property
+    def head_dim(self) -> int: ...
+
+    @property
+    def norm_eps(self) -> float: ...
+
+    @property
+    def rope_theta(self) -> float: ...
+
+    @property
+    def max_position_embeddings(self) -> int:
+        """Tokens of prompt and answer that fit together."""
+        ...
+
+    @property
+    def final_softcap(self) -> float | None:
+        """``cap`` of ``cap * tanh(logits / cap)``; None for none."""
+        ...
+
+
+class TargetCache(Protocol):
+    """Key/value memory of a target in slots, one request each. Only the target that made it can use it."""
+
+    @property
+    def num_slots(self) -> int: ...
+
+    @property
+    def lengths(self) -> list[int]:
+        """Valid positions of each slot."""
+        ...
+
+    def truncate(self, slot: int, length: int) -> None:
+        """Forget every position of ``slot`` from ``length`` on; ValueError if it holds fewer."""
+        ...
+
+
+class Target(Protocol):
+    """A frozen causal language model with a key/value cache in slots.
+
+    Its logits are ``softcap(hidden_NH @ lm_head_weight_VH.T + lm_head_bias_V)``, softcap as in
+    ``config.final_softcap``.
+    """
+
+    @property
+    def config(self) -> TargetConfig: ...
 
     @property
     def fingerprint(self) -> str:
@@ -47,6 +106,11 @@ class Target(Protocol):
         ...
 
     @property
+    def compute_dtype(self) -> str:
+        """What it computes in: ``float32``, ``bfloat16`` or ``int8``."""
+        ...
+
+    @property
     def embedding_weight_VH(self) -> torch.Tensor:
         """Token embeddings, before any input scaling."""
         ...
@@ -56,14 +120,27 @@ class Target(Protocol):
         """Output head in floating point, whatever the compute type."""
         ...
 
-    def new_cache(self, num_slots: int, max_length: int) -> KVCache:
+    @property
+    def lm_head_bias_V(self) -> torch.Tensor | None:
+        """Bias of the output head; None for none."""
+        ...
+
+    def new_cache(self, num_slots: int, max_length: int) -> TargetCache:
         """Allocate key/value memory for ``num_slots`` requests of up to ``max_length`` tokens each."""
         ...
 
     def forward(
-        self, token_ids_N: torch.Tensor, segments: Sequence[Segment], cache: KVCache, tap_layers: Sequence[int] = ()
+        self, token_ids_N: torch.Tensor, segments: Sequence[Segment], cache: TargetCache, tap_layers: Sequence[int] = ()
     ) -> TargetOutput:
-        """Run ragged requests through the model, writing their keys and values into ``cache``."""
+        """One pass over the tokens of all segments, in the order of ``segments``.
+
+        Keys and values are written at each segment's positions; a segment attends to its slot's positions before it
+        and causally to itself.
+
+        Raises:
+            ValueError: if the segments do not add up to ``N`` tokens, do not continue their slots or do not fit, or a
+                tap layer does not exist. Nothing is written then.
+        """
         ...
 
     def logits(self, hidden_MH: torch.Tensor) -> torch.Tensor:
@@ -73,3 +150,13 @@ class Target(Protocol):
     def embed(self, token_ids: torch.Tensor) -> torch.Tensor:
         """Input embeddings ``[..., H]`` as the model itself feeds them to its first layer."""
         ...
+
+
+def check_pass(
+    token_ids_N: torch.Tensor, segments: Sequence[Segment], tap_layers: Sequence[int], num_layers: int
+) -> None:
+    """Raise ValueError unless ``segments`` hold exactly these tokens and every tap layer exists."""
+    if (tokens := sum(segment.length for segment in segments)) != len(token_ids_N):
+        raise ValueError(f"segments hold {tokens} tokens, token_ids {len(token_ids_N)}")
+    if missing := [layer for layer in tap_layers if not 0 <= layer < num_layers]:
+        raise ValueError(f"tap layers {missing} do not exist: the target has layers 0 to {num_layers - 1}")

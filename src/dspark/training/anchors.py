@@ -14,7 +14,16 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-__all__ = ["BlockLabels", "Span", "anchor_positions", "block_labels", "sample_anchors", "target_rows"]
+__all__ = [
+    "BlockLabels",
+    "Int64Array",
+    "Span",
+    "anchor_positions",
+    "block_labels",
+    "sample_anchors",
+    "supervised_lengths",
+    "target_rows",
+]
 
 Span = tuple[int, int]
 """Half-open range of token positions."""
@@ -60,6 +69,16 @@ def sample_anchors(response_spans: Sequence[Span], num_anchors: int, generator: 
     return anchors
 
 
+def supervised_lengths(response_spans: Sequence[Span], anchors_A: Int64Array, block_size: int) -> Int64Array:
+    """``[A]``: how many slots of the block at each anchor are supervised, 1 to ``block_size``.
+
+    Raises:
+        ValueError: an anchor does not lie in a response span with a token after it.
+    """
+    lengths_A: Int64Array = np.minimum(_span_ends(response_spans, anchors_A) - 1 - anchors_A, block_size)
+    return lengths_A
+
+
 def block_labels(
     token_ids_S: npt.ArrayLike, response_spans: Sequence[Span], anchors_A: Int64Array, block_size: int
 ) -> BlockLabels:
@@ -69,17 +88,7 @@ def block_labels(
         ValueError: an anchor does not lie in a response span with a token after it.
     """
     token_ids = np.asarray(token_ids_S, dtype=np.int64)
-    spans = np.asarray(sorted(response_spans), dtype=np.int64).reshape(-1, 2)
-    span_of_anchor = np.searchsorted(spans[:, 0], anchors_A, side="right") - 1
-    inside = (
-        (span_of_anchor >= 0) & (anchors_A < spans[span_of_anchor.clip(min=0), 1] - 1) if len(spans) else np.zeros(0)
-    )
-    if not np.all(inside) or (len(spans) == 0 and len(anchors_A) > 0):
-        raise ValueError(f"anchors {anchors_A.tolist()} do not all lie in the response spans {spans.tolist()}")
-    if len(anchors_A) == 0:
-        empty = np.empty((0, block_size), dtype=np.int64)
-        return BlockLabels(block_tokens_AG=empty, labels_AG=empty, supervised_AG=empty.astype(np.bool_))
-    last_A1 = spans[span_of_anchor, 1][:, None] - 1
+    last_A1 = _span_ends(response_spans, anchors_A)[:, None] - 1
     positions_AG = anchors_A[:, None] + 1 + np.arange(block_size, dtype=np.int64)[None, :]
     return BlockLabels(
         block_tokens_AG=token_ids[np.minimum(positions_AG - 1, last_A1)],
@@ -102,3 +111,15 @@ def target_rows(response_spans: Sequence[Span], positions: Int64Array) -> Int64A
     within: Int64Array = np.minimum(positions - spans[span, 0], lengths[span] - 1)
     rows: Int64Array = offsets[span] + within
     return rows
+
+
+def _span_ends(response_spans: Sequence[Span], anchors_A: Int64Array) -> Int64Array:
+    """``[A]``: end of the span that each anchor lies in, checked."""
+    spans = np.asarray(sorted(response_spans), dtype=np.int64).reshape(-1, 2)
+    if len(anchors_A) == 0:
+        return np.empty(0, dtype=np.int64)
+    span_of_anchor = np.searchsorted(spans[:, 0], anchors_A, side="right") - 1
+    if len(spans) == 0 or np.any(span_of_anchor < 0) or np.any(anchors_A >= spans[span_of_anchor, 1] - 1):
+        raise ValueError(f"anchors {anchors_A.tolist()} do not all lie in the response spans {spans.tolist()}")
+    ends_A: Int64Array = spans[span_of_anchor, 1]
+    return ends_A

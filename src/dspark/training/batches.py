@@ -2,8 +2,10 @@
 
 Everything random is a function of (seed, epoch) or (seed, step): a resumed run needs no generator state, only its step.
 
-Shapes: B sequences, S context tokens (padded), A anchors of a sequence (padded), G slots of a block, N supervised
-slots, H hidden size, T tap features.
+A step is one list of rows and anchors, decided before anything is read. It may be cut into parts (processes times
+accumulation steps); what the loss is divided by is known from the whole step.
+
+Shapes: M blocks, G slots of a block, N supervised slots, H hidden size.
 """
 
 from __future__ import annotations
@@ -16,43 +18,69 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from dspark.training.anchors import block_labels, sample_anchors, target_rows
-from dspark.training.states import StateStore, StoredRow
+from dspark.drafters.packing import PackedBlocks
+from dspark.training.anchors import (
+    Int64Array,
+    block_labels,
+    sample_anchors,
+    supervised_lengths,
+    target_rows,
+)
+from dspark.training.states import StateSource, StoredRow
 
-__all__ = ["BatchOrder", "TrainingBatch", "held_out_split", "load_batch"]
+__all__ = ["BatchOrder", "StepBlocks", "TrainingBatch", "draw_step", "held_out_split", "load_batch"]
 
 _EPOCH_STREAM, _STEP_STREAM = 1, 2
 _WINDOW_STEPS = 16
 
 
 @dataclass(frozen=True, kw_only=True)
+class StepBlocks:
+    """Rows of a step (or of a part of one) and the anchors in each, ascending."""
+
+    rows: tuple[StoredRow, ...]
+    anchors: tuple[Int64Array, ...]
+
+    @property
+    def num_blocks(self) -> int:
+        """Anchors of all rows."""
+        return sum(len(anchors) for anchors in self.anchors)
+
+    def part(self, index: int, count: int) -> StepBlocks:
+        """Part ``index`` of ``count``: every ``count``-th row. Empty where there are fewer rows than parts."""
+        return StepBlocks(rows=self.rows[index::count], anchors=self.anchors[index::count])
+
+    def supervised_blocks(self, block_size: int) -> Int64Array:
+        """``[G]``: for each slot, how many blocks supervise it."""
+        lengths = [
+            supervised_lengths(row.response_spans, anchors, block_size)
+            for row, anchors in zip(self.rows, self.anchors, strict=True)
+        ]
+        lengths_M = np.concatenate(lengths) if lengths else np.empty(0, dtype=np.int64)
+        counts_G: Int64Array = (lengths_M[:, None] > np.arange(block_size)).sum(axis=0, dtype=np.int64)
+        return counts_G
+
+
+@dataclass(frozen=True, kw_only=True)
 class TrainingBatch:
-    """Tensors of one step.
+    """Tensors of a step, or of a part of one.
 
     Attributes:
-        taps_BST: target features of the context, zero after a sequence's last anchor.
-        anchors_BA: position of each anchor; padding repeats position 0.
-        block_tokens_BAG: x_0..x_{γ−1}, target ids.
-        labels_BAG: x_1..x_γ, target ids.
-        supervised_BAG: whether a slot counts; False everywhere for padding.
+        blocks: what the drafter sees.
+        labels_MG: x_1..x_γ, target ids.
+        supervised_MG: whether a slot counts; a prefix of each block.
         target_hidden_NH: the target's final hidden state for each supervised slot, in row-major order of
-            ``supervised_BAG``.
+            ``supervised_MG``.
         target_log_normaliser_N: logsumexp of its logits over the full vocabulary.
         target_argmax_N: its most likely token.
-        num_blocks: anchors without padding.
-        context_tokens: context positions without padding.
     """
 
-    taps_BST: Tensor
-    anchors_BA: Tensor
-    block_tokens_BAG: Tensor
-    labels_BAG: Tensor
-    supervised_BAG: Tensor
+    blocks: PackedBlocks
+    labels_MG: Tensor
+    supervised_MG: Tensor
     target_hidden_NH: Tensor
     target_log_normaliser_N: Tensor
     target_argmax_N: Tensor
-    num_blocks: int
-    context_tokens: int
 
 
 def held_out_split(rows: Sequence[StoredRow], fraction: float) -> tuple[list[StoredRow], list[StoredRow]]:
@@ -141,64 +169,62 @@ class BatchOrder:
         return batches
 
 
-def load_batch(
-    store: StateStore,
-    rows: Sequence[tuple[StoredRow, int]],
-    *,
-    block_size: int,
-    seed: int,
-    step: int,
-    device: torch.device | str = "cpu",
-) -> TrainingBatch:
-    """Draw the anchors of a step and read its tensors.
+def draw_step(rows: Sequence[tuple[StoredRow, int]], *, seed: int, step: int) -> StepBlocks:
+    """Draw the anchors of a step.
 
     Args:
-        store: teacher states.
         rows: rows, each with its number of anchors (``BatchOrder.batch``).
-        block_size: γ.
         seed: of the run.
         step: with the seed decides the anchors.
-        device: where the tensors go.
     """
     generator = _generator(seed, _STEP_STREAM, step)
-    states = [store.read(row) for row, _ in rows]
-    anchors = [sample_anchors(row.response_spans, count, generator) for row, count in rows]
-    labels = [
-        block_labels(state.token_ids_S.numpy(), state.response_spans, anchor, block_size)
-        for state, anchor in zip(states, anchors, strict=True)
+    return StepBlocks(
+        rows=tuple(row for row, _ in rows),
+        anchors=tuple(sample_anchors(row.response_spans, count, generator) for row, count in rows),
+    )
+
+
+def load_batch(
+    source: StateSource, step: StepBlocks, *, block_size: int, device: torch.device | str = "cpu"
+) -> TrainingBatch:
+    """Read the tensors of a step: of each row the context up to its last anchor, and what its labels need.
+
+    Raises:
+        ValueError: there are no rows.
+    """
+    if not step.rows:
+        raise ValueError("a batch needs at least one row")
+    ends = [
+        int((anchors + supervised_lengths(row.response_spans, anchors, block_size)).max()) + 1
+        for row, anchors in zip(step.rows, step.anchors, strict=True)
     ]
-    num_anchors = max(len(anchor) for anchor in anchors)
-    context = max(int(anchor[-1]) for anchor in anchors)
-    shape = (len(rows), num_anchors)
-    anchors_BA = np.zeros(shape, dtype=np.int64)
-    block_tokens_BAG = np.zeros((*shape, block_size), dtype=np.int64)
-    labels_BAG = np.zeros((*shape, block_size), dtype=np.int64)
-    supervised_BAG = np.zeros((*shape, block_size), dtype=np.bool_)
-    taps_BST = torch.zeros(len(rows), max(context, 1), states[0].taps_ST.shape[1], dtype=states[0].taps_ST.dtype)
-    hidden, normalisers, argmaxes = [], [], []
-    for index, (state, anchor, block) in enumerate(zip(states, anchors, labels, strict=True)):
-        count, length = len(anchor), int(anchor[-1])
-        anchors_BA[index, :count] = anchor
-        block_tokens_BAG[index, :count] = block.block_tokens_AG
-        labels_BAG[index, :count] = block.labels_AG
-        supervised_BAG[index, :count] = block.supervised_AG
-        taps_BST[index, :length] = state.taps_ST[:length]
-        positions_AG = anchor[:, None] + np.arange(block_size, dtype=np.int64)
-        predicting = torch.from_numpy(target_rows(state.response_spans, positions_AG[block.supervised_AG]))
+    states = source.read(step.rows, ends)
+    labels, hidden, normalisers, argmaxes = [], [], [], []
+    for state, anchors, end in zip(states, step.anchors, ends, strict=True):
+        spans = [(start, min(stop, end)) for start, stop in state.response_spans if start < end]
+        block = block_labels(state.token_ids_S[:end].numpy(), spans, anchors, block_size)
+        labels.append(block)
+        positions_AG = anchors[:, None] + np.arange(block_size, dtype=np.int64)
+        predicting = torch.from_numpy(target_rows(spans, positions_AG[block.supervised_AG]))
         hidden.append(state.hidden_PH[predicting])
         normalisers.append(state.log_normaliser_P[predicting])
         argmaxes.append(state.argmax_P[predicting].long())
+    lengths = tuple(int(anchors[-1]) for anchors in step.anchors)
+    contexts = list(zip(states, lengths, strict=True))
     return TrainingBatch(
-        taps_BST=taps_BST.to(device),
-        anchors_BA=torch.from_numpy(anchors_BA).to(device),
-        block_tokens_BAG=torch.from_numpy(block_tokens_BAG).to(device),
-        labels_BAG=torch.from_numpy(labels_BAG).to(device),
-        supervised_BAG=torch.from_numpy(supervised_BAG).to(device),
+        blocks=PackedBlocks(
+            taps_NT=torch.cat([state.taps_ST[:length] for state, length in contexts]).to(device),
+            token_ids_N=torch.cat([state.token_ids_S[:length].long() for state, length in contexts]).to(device),
+            context_lengths=lengths,
+            anchors_M=torch.from_numpy(np.concatenate(step.anchors)).to(device),
+            blocks_per_sequence=tuple(len(anchors) for anchors in step.anchors),
+            block_tokens_MG=torch.from_numpy(np.concatenate([block.block_tokens_AG for block in labels])).to(device),
+        ),
+        labels_MG=torch.from_numpy(np.concatenate([block.labels_AG for block in labels])).to(device),
+        supervised_MG=torch.from_numpy(np.concatenate([block.supervised_AG for block in labels])).to(device),
         target_hidden_NH=torch.cat(hidden).to(device),
         target_log_normaliser_N=torch.cat(normalisers).to(device),
         target_argmax_N=torch.cat(argmaxes).to(device),
-        num_blocks=sum(len(anchor) for anchor in anchors),
-        context_tokens=sum(int(anchor[-1]) for anchor in anchors),
     )
 
 

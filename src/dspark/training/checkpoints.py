@@ -1,12 +1,12 @@
 """Checkpoints of a run: a drafter in form A, the training state beside it, and where both came from.
 
 ``<run>/checkpoints/step-000100/`` appears by one rename, so it is whole or not there. The highest step is where a run
-goes on; the best one by held-out accepted length is kept besides the last few.
+goes on; the best one by held-out accepted length is kept besides the last few. All tensors in it are whole, whatever
+the number of processes that trained them.
 """
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import shutil
@@ -16,9 +16,10 @@ from typing import Any
 import torch
 
 from dspark.drafters.checkpoint import save_drafter
-from dspark.drafters.dspark import DSparkDrafter
+from dspark.drafters.registry import TrainableDrafter
+from dspark.files import remove_leftovers, replacing_directory, write_json
 
-__all__ = ["CheckpointDirectory", "write_json"]
+__all__ = ["CheckpointDirectory"]
 
 _STATE_FILE = "training_state.pt"
 _PROVENANCE_FILE = "provenance.json"
@@ -44,34 +45,41 @@ class CheckpointDirectory:
         matches = (_NAME.fullmatch(path.name) for path in self._directory.iterdir())
         return sorted(int(match[1]) for match in matches if match)
 
+    def describe_last(self) -> str:
+        """For messages: where the run would go on."""
+        steps = self.steps()
+        return f"the last good checkpoint is {self.path(steps[-1])}" if steps else "no checkpoint was made yet"
+
     def save(
         self,
         step: int,
-        drafter: DSparkDrafter,
+        drafter: TrainableDrafter,
         state: dict[str, Any],
         provenance: dict[str, Any],
         *,
         best_step: int | None,
     ) -> Path:
-        """Write the checkpoint of ``step`` and drop what need not stay (never ``best_step``)."""
-        self._directory.mkdir(parents=True, exist_ok=True)
-        for leftover in self._directory.glob(".*"):
-            shutil.rmtree(leftover)
-        temporary = self._directory / f".step-{step:06d}.{os.getpid()}"
-        save_drafter(drafter, temporary, include_embeddings=False)
-        torch.save({**state, "step": step}, temporary / _STATE_FILE)
-        write_json(temporary / _PROVENANCE_FILE, {**provenance, "step": step})
-        for path in temporary.iterdir():
-            _sync(path)
+        """Write the checkpoint of ``step`` and drop what need not stay (never ``best_step``).
+
+        Raises:
+            OSError: it could not be written, most likely because the disk is full; earlier checkpoints are untouched.
+        """
         final = self.path(step)
-        if final.exists():
-            replaced = self._directory / f".old-{step:06d}.{os.getpid()}"
-            os.rename(final, replaced)
-            os.rename(temporary, final)
-            shutil.rmtree(replaced)
-        else:
-            os.rename(temporary, final)
-        _sync(self._directory)
+        try:
+            if self._directory.is_dir():
+                remove_leftovers(self._directory)
+            with replacing_directory(final) as directory:
+                save_drafter(drafter, directory, include_embeddings=False)
+                torch.save({**state, "step": step}, directory / _STATE_FILE)
+                write_json(directory / _PROVENANCE_FILE, {**provenance, "step": step})
+        except OSError as error:
+            reason = error if error.errno is None else os.strerror(error.errno)
+            message = (
+                f"the checkpoint of step {step} could not be written ({reason}); "
+                f"{self.describe_last()}. Make room or set checkpoint.keep lower, then run the same command: it goes "
+                "on from there"
+            )
+            raise (OSError(message) if error.errno is None else OSError(error.errno, message)) from error
         for old in self.steps()[: -self._keep]:
             if old != best_step:
                 shutil.rmtree(self.path(old))
@@ -93,23 +101,19 @@ class CheckpointDirectory:
         assert isinstance(state, dict)
         return state
 
+    def publish(self, step: int, destination: Path) -> Path:
+        """Copy a checkpoint's drafter, without the training state, to ``destination``, replacing what is there.
+
+        Raises:
+            OSError: it could not be written.
+        """
+        with replacing_directory(destination) as directory:
+            for file in self.path(step).iterdir():
+                if file.name != _STATE_FILE:
+                    shutil.copy2(file, directory)
+        return destination
+
     def remove_all(self) -> None:
         """Delete every checkpoint."""
         if self._directory.exists():
             shutil.rmtree(self._directory)
-
-
-def write_json(path: Path, content: Any) -> None:
-    """Write a JSON file in one step."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    temporary.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
-    _sync(temporary)
-    os.replace(temporary, path)
-
-
-def _sync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

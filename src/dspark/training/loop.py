@@ -4,38 +4,36 @@ from __future__ import annotations
 
 import json
 import math
-import os
-import shutil
-import signal
-import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from types import FrameType
 from typing import Any, Literal
 
 import torch
 
 from dspark.drafters.checkpoint import load_drafter
-from dspark.drafters.dspark import DSparkDrafter
-from dspark.training.accepted_length import accepted_length
-from dspark.training.batches import TrainingBatch, load_batch
+from dspark.drafters.registry import TrainableDrafter
+from dspark.training.batches import draw_step
 from dspark.training.checkpoints import CheckpointDirectory
-from dspark.training.forward import predict_slots, target_column_of_id
+from dspark.training.distributed import World
+from dspark.training.forward import TargetHead
 from dspark.training.held_out import HeldOutResult, evaluate_held_out
-from dspark.training.objective import ObjectiveTerms, objective, slot_weights
+from dspark.training.interruption import StopWish, listening
 from dspark.training.optimisers import Optimisers
 from dspark.training.provenance import provenance
-from dspark.training.run import Run, batch_order, start_drafter
+from dspark.training.run import Run, batch_order
+from dspark.training.run_log import RunLog
 from dspark.training.schedule import learning_rate_factor
+from dspark.training.start import start_drafter
+from dspark.training.step import ParallelStep, TrainingStep, compile_backend
 from dspark.training.tap_scale import tap_scale
+from dspark.training.tracking import Tracker, check_tracker, held_out_curves, open_tracker
 
 __all__ = ["DivergenceError", "StepResult", "Trainer", "TrainingResult"]
 
-_LOG_FILE = "log.jsonl"
 _DRAFTER_DIRECTORY = "drafter"
+_UNTRACKED = ("step", "epoch", "block_tokens")
 
 
 class DivergenceError(ValueError):
@@ -44,7 +42,7 @@ class DivergenceError(ValueError):
 
 @dataclass(frozen=True, kw_only=True)
 class StepResult:
-    """One step, as it is logged.
+    """One step of all processes, as it is logged.
 
     Attributes:
         step: steps done, this one included.
@@ -56,6 +54,7 @@ class StepResult:
         epoch: passes over the data begun before.
         block_tokens: supervised slots.
         seconds: of the whole step.
+        tokens_per_second: supervised slots per second.
     """
 
     step: int
@@ -69,6 +68,15 @@ class StepResult:
     epoch: int
     block_tokens: int
     seconds: float
+    tokens_per_second: float
+
+    def curves(self) -> dict[str, float]:
+        """The numbers to track, by curve."""
+        return {
+            f"train/{name}": value
+            for name, value in asdict(self).items()
+            if name not in _UNTRACKED and value is not None
+        }
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -103,58 +111,88 @@ class _Progress:
 
 
 class Trainer:
-    """Trains one drafter on the rows of a run.
+    """Trains one drafter on the rows of a run, in one process or in all processes of a `World` together.
 
     Every random choice is a function of the seed and the step, so weights, optimiser state and step are all that a
-    checkpoint needs for the same loss curve.
+    checkpoint needs for the same loss curve, in any number of processes.
     """
 
-    def __init__(self, run: Run, *, resume: bool, on_bigram_step: Callable[[int, float], None] | None = None) -> None:
+    def __init__(
+        self,
+        run: Run,
+        *,
+        resume: bool,
+        world: World | None = None,
+        on_bigram_step: Callable[[int, float], None] | None = None,
+    ) -> None:
         """Load the last checkpoint of the run, or make its first drafter.
 
+        Args:
+            run: the run, prepared in every process.
+            resume: whether to go on from its last checkpoint; the main process's choice counts.
+            world: the processes of the run, all of which must come here; by default one.
+            on_bigram_step: called with step and loss of the start's bigram fit.
+
         Raises:
-            ValueError: a checkpoint is damaged or does not fit.
+            ValueError: a checkpoint is damaged or does not fit, or the tracker or a compiler is not installed.
         """
         recipe = run.recipe
+        check_tracker(recipe.tracking)
+        backend = compile_backend() if recipe.batch.compile else None
         self._run = run
         self._recipe = recipe
-        self._out = recipe.out
+        self._world = world or World.single(recipe.device)
         self._checkpoints = CheckpointDirectory(recipe.out / "checkpoints", keep=recipe.checkpoint.keep)
-        steps = self._checkpoints.steps() if resume and run.continues else []
-        if not steps:
-            self._checkpoints.remove_all()
+        self._run_log = RunLog(recipe.out)
         self._progress = _Progress()
-        self._facts: dict[str, Any] = {}
-        tap_scale_T = tap_scale(run.store, run.training_rows)
-        if steps:
-            state = self._checkpoints.load_state(steps[-1])
+        self._wish = StopWish()
+        checkpoint = self._world.broadcast_object(self._last_checkpoint(resume) if self._world.is_main else None)
+        state: dict[str, Any] | None = None
+        tap_scale_T = tap_scale(run.source, run.training_rows)
+        if checkpoint is not None:
+            state = self._checkpoints.load_state(checkpoint)
             self._drafter = load_drafter(
-                self._checkpoints.path(steps[-1]), run.target.model, device=recipe.device, dtype=torch.float32
+                self._checkpoints.path(checkpoint), run.target.model, device=self._world.device, dtype=torch.float32
             )
-            self._optimisers = Optimisers(self._drafter, recipe.optimiser, tap_scale_T)
-            self._optimisers.load_state_dict(state["optimisers"])
             self._progress = _Progress(**json.loads(state["progress"]))
-            self._facts = json.loads(state["facts"])
+            self._facts: dict[str, Any] = json.loads(state["facts"])
         else:
             start = start_drafter(run, tap_scale_T, on_bigram_step=on_bigram_step)
             self._drafter = start.drafter
-            self._optimisers = Optimisers(self._drafter, recipe.optimiser, tap_scale_T)
             self._facts = {"draft_vocabulary_coverage": start.coverage}
             if start.markov is not None:
                 self._facts["bigram"] = {
                     "unigram_nats": start.markov.unigram_nats,
                     "bigram_nats": start.markov.bigram_nats,
                 }
-        self._order = batch_order(run)
-        self._columns_V = target_column_of_id(self._drafter)
-        self._weights_G = slot_weights(self._drafter.block_size, recipe.loss.decay).to(
-            self._drafter.device, torch.float32
+        self._head = TargetHead.of(self._drafter, run.target.model)
+        self._gradients = ParallelStep(
+            TrainingStep(
+                self._drafter,
+                self._head,
+                recipe.loss.settings(),
+                autocast=recipe.batch.autocast,
+                confidence_reaches_backbone=recipe.loss.confidence_reaches_backbone,
+            ),
+            self._world,
+            strategy=recipe.distributed.strategy,
+            accumulate=recipe.batch.accumulate,
+            compile_backend=backend,
         )
-        self._stop = False
+        self._optimisers = Optimisers(
+            self._drafter,
+            recipe.optimiser,
+            tap_scale_T,
+            world=self._world,
+            muon_dtype=torch.bfloat16 if recipe.batch.autocast else torch.float32,
+        )
+        if state is not None:
+            self._optimisers.load_state_dict(state["optimisers"])
+        self._order = batch_order(run)
 
     @property
-    def drafter(self) -> DSparkDrafter:
-        """The drafter as it is now."""
+    def drafter(self) -> TrainableDrafter:
+        """The drafter as it is now; with ``fsdp`` its parameters are this process's shards."""
         return self._drafter
 
     @property
@@ -178,39 +216,74 @@ class Trainer:
         on_step: Callable[[StepResult], None] | None = None,
         on_held_out: Callable[[int, HeldOutResult], None] | None = None,
     ) -> TrainingResult:
-        """Train to the last step. SIGINT and SIGTERM end it after the current step, with a checkpoint.
+        """Train to the last step. SIGINT or SIGTERM in any process ends it after the current step, with a checkpoint.
+
+        Only the main process logs and calls back; all return the same result.
 
         Raises:
             DivergenceError: the loss is not finite; the last checkpoint is untouched.
+            WorkerLostError: another process ended; the last checkpoint is where all go on.
+            OSError: a checkpoint or the log could not be written; the last checkpoint is untouched.
         """
+        with self._world.watching():
+            return self._run_here(on_step, on_held_out)
+
+    def _run_here(
+        self, on_step: Callable[[StepResult], None] | None, on_held_out: Callable[[int, HeldOutResult], None] | None
+    ) -> TrainingResult:
+        if not self._world.is_main:
+            return self._train(None, None, None)
+        self._run_log.trim(self._progress.step)
+        self._log("start", step=self._progress.step, **self._facts, data_fingerprint=self._run.data_fingerprint)
+        tracker = open_tracker(
+            self._recipe.tracking,
+            self._recipe.out,
+            self._recipe.model_dump(mode="json"),
+            done_steps=self._progress.step,
+        )
+        try:
+            return self._train(tracker, on_step, on_held_out)
+        finally:
+            tracker.close()
+
+    def _train(
+        self,
+        tracker: Tracker | None,
+        on_step: Callable[[StepResult], None] | None,
+        on_held_out: Callable[[int, HeldOutResult], None] | None,
+    ) -> TrainingResult:
+        """`run`; ``tracker`` is that of the main process."""
         recipe, progress = self._recipe, self._progress
-        self._trim_log()
-        self._log("start", step=progress.step, **self._facts, data_fingerprint=self._run.data_fingerprint)
         end: Literal["finished", "early_stop", "interrupted"] = "finished"
         saved = progress.step
-        with self._signals():
+        with listening(self._wish):
             while progress.step < recipe.batch.steps:
                 patience = recipe.held_out.patience
                 if patience is not None and progress.evaluations_since_best >= patience:
                     end = "early_stop"
                     break
-                if self._stop:
+                if self._world.any(self._wish.made):
                     end = "interrupted"
                     break
                 result = self._step()
-                self._log("step", **asdict(result))
-                if on_step is not None:
-                    on_step(result)
+                if tracker is not None:
+                    self._log("step", **asdict(result))
+                    tracker.log(result.step, result.curves())
+                    if on_step is not None:
+                        on_step(result)
                 last = progress.step == recipe.batch.steps
                 is_best = False
                 if last or progress.step % recipe.held_out.every_steps == 0:
-                    is_best = self._evaluate(on_held_out)
+                    is_best = self._evaluate(tracker, on_held_out)
                 if last or is_best or progress.step % recipe.checkpoint.every_steps == 0:
                     self._save()
                     saved = progress.step
             if saved != progress.step:
                 self._save()
-        directory = self._publish() if end != "interrupted" and progress.best_step is not None else None
+        directory = None
+        if end != "interrupted" and progress.best_step is not None:
+            best_step, directory = progress.best_step, recipe.out / _DRAFTER_DIRECTORY
+            self._world.on_main(lambda: self._checkpoints.publish(best_step, recipe.out / _DRAFTER_DIRECTORY))
         self._log("end", step=progress.step, end=end, best_step=progress.best_step)
         return TrainingResult(
             end=end,
@@ -224,22 +297,12 @@ class Trainer:
     def _step(self) -> StepResult:
         began = time.perf_counter()
         recipe, step = self._recipe, self._progress.step
-        batch = load_batch(
-            self._run.store,
-            self._order.batch(step),
-            block_size=self._drafter.block_size,
-            seed=recipe.seed,
-            step=step,
-            device=self._drafter.device,
-        )
-        terms, weights_N = self._forward(batch)
-        loss = terms.loss.item()
         self._optimisers.zero_grad()
-        if math.isfinite(loss):
-            terms.loss.backward()
-            norm = self._optimisers.clip()
-        if not math.isfinite(loss) or not math.isfinite(norm):
-            raise DivergenceError(self._divergence(step + 1, loss))
+        blocks = draw_step(self._order.batch(step), seed=recipe.seed, step=step)
+        sums = self._gradients.backward(blocks, self._run.source)
+        norm = self._optimisers.clip()
+        if not math.isfinite(sums.loss) or not math.isfinite(norm):
+            raise DivergenceError(self._divergence(step + 1, sums.loss))
         factor = learning_rate_factor(
             step,
             warmup_steps=recipe.batch.warmup_steps,
@@ -248,63 +311,41 @@ class Trainer:
         )
         self._optimisers.step(factor)
         self._progress.step = step + 1
-        total = float(weights_N.sum())
-        keep_BA = batch.supervised_BAG[..., 0]
-        acceptance_BAG = torch.zeros(batch.supervised_BAG.shape, device=weights_N.device)
-        acceptance_BAG[batch.supervised_BAG] = terms.draft.acceptance_N
+        seconds = time.perf_counter() - began
         return StepResult(
             step=step + 1,
-            loss=loss,
-            cross_entropy=float(weights_N @ terms.draft.cross_entropy_N) / total,
-            l1_distance=float(weights_N @ terms.draft.l1_distance_N) / total,
-            confidence_bce=None
-            if terms.confidence_bce_N is None
-            else float(weights_N @ terms.confidence_bce_N) / total,
-            accepted_length=accepted_length(acceptance_BAG[keep_BA], batch.supervised_BAG[keep_BA]).value,
+            loss=sums.loss,
+            cross_entropy=sums.cross_entropy,
+            l1_distance=sums.l1_distance,
+            confidence_bce=sums.confidence_bce if self._drafter.has_confidence_head else None,
+            accepted_length=sums.acceptance.value,
             gradient_norm=norm,
             learning_rate_factor=factor,
             epoch=self._order.epoch(step),
-            block_tokens=len(weights_N),
-            seconds=time.perf_counter() - began,
+            block_tokens=sums.block_tokens,
+            seconds=seconds,
+            tokens_per_second=sums.block_tokens / seconds,
         )
 
-    def _forward(self, batch: TrainingBatch) -> tuple[ObjectiveTerms, torch.Tensor]:
-        recipe = self._recipe
-        slots = predict_slots(
-            self._drafter,
-            batch,
-            self._columns_V,
-            final_softcap=self._run.store.spec.final_softcap,
-            autocast=recipe.batch.autocast,
-            confidence_reaches_backbone=recipe.loss.confidence_reaches_backbone,
-        )
-        weights_N = self._weights_G[slots.slot_N]
-        terms = objective(
-            logits_ND=slots.logits_ND,
-            target_logits_ND=slots.target_logits_ND,
-            target_log_normaliser_N=slots.target_log_normaliser_N,
-            label_columns_N=slots.label_columns_N,
-            slot_weights_N=weights_N,
-            settings=recipe.loss.settings(),
-            confidence_logits_N=slots.confidence_logits_N,
-        )
-        return terms, weights_N
-
-    def _evaluate(self, on_held_out: Callable[[int, HeldOutResult], None] | None) -> bool:
+    def _evaluate(self, tracker: Tracker | None, on_held_out: Callable[[int, HeldOutResult], None] | None) -> bool:
         """Evaluate; whether this is the best accepted length so far."""
         recipe, progress = self._recipe, self._progress
         result = evaluate_held_out(
-            self._drafter,
-            self._run.store,
+            self._gradients.whole_drafter(),
+            self._head,
+            self._run.source,
             self._run.held_out_rows,
             blocks=recipe.held_out.blocks,
             anchor_every_tokens=recipe.batch.anchor_every_tokens,
             settings=recipe.loss.settings(),
+            world=self._world,
         )
         progress.last = asdict(result)
-        self._log("held_out", step=progress.step, **progress.last)
-        if on_held_out is not None:
-            on_held_out(progress.step, result)
+        if tracker is not None:
+            self._log("held_out", step=progress.step, **progress.last)
+            tracker.log(progress.step, held_out_curves(result))
+            if on_held_out is not None:
+                on_held_out(progress.step, result)
         is_best = progress.best is None or result.sampled.value > progress.best["sampled"]["value"]
         if is_best:
             progress.best, progress.best_step, progress.evaluations_since_best = progress.last, progress.step, 0
@@ -313,88 +354,53 @@ class Trainer:
         return is_best
 
     def _save(self) -> None:
+        """Write a checkpoint: all processes gather what they have, the main one writes."""
         progress = self._progress
+        drafter = self._gradients.whole_drafter()
         state = {
             "optimisers": self._optimisers.state_dict(),
             "progress": json.dumps(asdict(progress)),
             "facts": json.dumps(self._facts),
         }
-        origin = provenance(
+        self._world.on_main(
+            lambda: self._checkpoints.save(
+                progress.step, drafter, state, self._provenance(), best_step=progress.best_step
+            )
+        )
+
+    def _provenance(self) -> dict[str, Any]:
+        run = self._run
+        return provenance(
             recipe=self._recipe.model_dump(mode="json"),
-            target={"name": self._run.target.name, "fingerprint": self._run.store.spec.target_fingerprint},
-            data={
-                "fingerprint": self._run.data_fingerprint,
-                "training_rows": len(self._run.training_rows),
-                "held_out_rows": len(self._run.held_out_rows),
+            processes={
+                "world_size": self._world.world_size,
+                "strategy": None if self._world.is_single else self._recipe.distributed.strategy,
+                "device": self._world.device.type,
             },
-            held_out=progress.last,
+            target={"name": run.target.name, "fingerprint": run.source.spec.target_fingerprint},
+            data={
+                "fingerprint": run.data_fingerprint,
+                "training_rows": len(run.training_rows),
+                "held_out_rows": len(run.held_out_rows),
+            },
+            held_out=self._progress.last,
             **self._facts,
         )
-        self._checkpoints.save(progress.step, self._drafter, state, origin, best_step=progress.best_step)
 
-    def _publish(self) -> Path:
-        """Copy the best checkpoint's drafter to ``drafter/``."""
-        assert self._progress.best_step is not None
-        source = self._checkpoints.path(self._progress.best_step)
-        final = self._out / _DRAFTER_DIRECTORY
-        temporary = self._out / f".{_DRAFTER_DIRECTORY}.{os.getpid()}"
-        shutil.rmtree(temporary, ignore_errors=True)
-        shutil.copytree(source, temporary, ignore=shutil.ignore_patterns("training_state.pt"))
-        shutil.rmtree(final, ignore_errors=True)
-        os.rename(temporary, final)
-        return final
+    def _last_checkpoint(self, resume: bool) -> int | None:
+        """Step to go on from; a run that starts anew first loses its checkpoints."""
+        steps = self._checkpoints.steps() if resume and self._run.continues else []
+        if not steps:
+            self._checkpoints.remove_all()
+        return steps[-1] if steps else None
 
     def _divergence(self, step: int, loss: float) -> str:
-        steps = self._checkpoints.steps()
-        kept = (
-            f"the last good checkpoint is {self._checkpoints.path(steps[-1])}"
-            if steps
-            else "no checkpoint was made yet"
-        )
         what = f"the loss is {loss}" if not math.isfinite(loss) else "the gradient is not finite"
         return (
-            f"step {step}: {what}; {kept}. Lower optimiser.muon_learning_rate and optimiser.learning_rate, lengthen "
-            "batch.warmup_steps, or set batch.autocast=false"
+            f"step {step}: {what}; {self._checkpoints.describe_last()}. Lower optimiser.muon_learning_rate and "
+            "optimiser.learning_rate, lengthen batch.warmup_steps, or set batch.autocast=false"
         )
 
     def _log(self, event: str, **values: Any) -> None:
-        with (self._out / _LOG_FILE).open("a", encoding="utf-8") as file:
-            file.write(json.dumps({"event": event, **values}) + "\n")
-
-    def _trim_log(self) -> None:
-        """Drop what a killed run logged after its last checkpoint: those steps will be done, and logged, again."""
-        path = self._out / _LOG_FILE
-        if not path.exists():
-            return
-        kept = []
-        if self._progress.step > 0:
-            for line in path.read_text(encoding="utf-8").splitlines(keepends=True):
-                try:
-                    entry = json.loads(line)
-                except json.JSONDecodeError:
-                    continue
-                if line.endswith("\n") and entry.get("step", 0) <= self._progress.step:
-                    kept.append(line)
-        temporary = path.with_name(f".{_LOG_FILE}.{os.getpid()}")
-        temporary.write_text("".join(kept), encoding="utf-8")
-        os.replace(temporary, path)
-
-    @contextmanager
-    def _signals(self) -> Iterator[None]:
-        """Turn SIGINT and SIGTERM into a wish to stop; a second one acts at once."""
-        if threading.current_thread() is not threading.main_thread():
-            yield
-            return
-        before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
-
-        def ask(number: int, frame: FrameType | None) -> None:
-            self._stop = True
-            signal.signal(number, before[signal.Signals(number)])
-
-        for number in before:
-            signal.signal(number, ask)
-        try:
-            yield
-        finally:
-            for number, handler in before.items():
-                signal.signal(number, handler)
+        if self._world.is_main:
+            self._run_log.write(event, **values)

@@ -14,6 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from dspark.training.shards import Shard
+
 __all__ = ["Muon", "orthogonalise"]
 
 _COEFFICIENTS = (
@@ -55,6 +57,9 @@ class Muon(torch.optim.Optimizer):
     Each matrix ``W[M, N]`` moves by ``lr · sqrt(max(1, M / N)) · orthogonalise(update)``: an update of spectral norm
     near ``lr``, so ``lr`` means the same for every shape; 0.02 is usual. A matrix with column scales ``s``, the sizes
     of its inputs, is trained as ``W diag(s)`` would be on inputs divided by ``s``: none is favoured for its size.
+
+    Of a sharded matrix this process has some rows, momentum included; the update is gathered, orthogonalised whole in
+    every process, and each keeps its own rows of the result.
     """
 
     def __init__(
@@ -66,8 +71,9 @@ class Muon(torch.optim.Optimizer):
         weight_decay: float = 0.0,
         dtype: torch.dtype = torch.float32,
         column_scales: Mapping[torch.nn.Parameter, Tensor] | None = None,
+        shards: Mapping[torch.nn.Parameter, Shard] | None = None,
     ) -> None:
-        """See the class; ``dtype`` is that of the Newton-Schulz iteration.
+        """See the class; ``dtype`` is that of the Newton-Schulz iteration, ``shards`` those of sharded parameters.
 
         Raises:
             ValueError: a parameter is not a matrix.
@@ -80,6 +86,7 @@ class Muon(torch.optim.Optimizer):
                 )
         self.iteration_dtype = dtype
         self._column_scales = dict(column_scales or {})
+        self._shards = dict(shards or {})
         super().__init__(
             [{"params": parameters}],
             {"lr": lr, "momentum": momentum, "weight_decay": weight_decay},
@@ -91,17 +98,19 @@ class Muon(torch.optim.Optimizer):
         if closure is not None:
             raise ValueError("Muon takes no closure")
         for group in self.param_groups:
-            by_shape: dict[tuple[int, ...], list[torch.nn.Parameter]] = defaultdict(list)
+            by_shape: dict[tuple[int, ...], list[tuple[torch.nn.Parameter, Tensor]]] = defaultdict(list)
             for parameter in group["params"]:
                 if parameter.grad is not None:
-                    by_shape[tuple(parameter.shape)].append(parameter)
-            for (rows, columns), parameters in by_shape.items():
-                updates = orthogonalise(
-                    torch.stack([self._nesterov(parameter, group["momentum"]) for parameter in parameters]),
-                    dtype=self.iteration_dtype,
-                )
+                    update = self._nesterov(parameter, group["momentum"])
+                    if parameter in self._shards:
+                        update = self._shards[parameter].gather(update)
+                    by_shape[tuple(update.shape)].append((parameter, update))
+            for (rows, columns), pairs in by_shape.items():
+                updates = orthogonalise(torch.stack([update for _, update in pairs]), dtype=self.iteration_dtype)
                 length = group["lr"] * max(1.0, rows / columns) ** 0.5
-                for parameter, update in zip(parameters, updates, strict=True):
+                for (parameter, _), update in zip(pairs, updates, strict=True):
+                    if parameter in self._shards:
+                        update = self._shards[parameter].own(update)
                     parameter.mul_(1.0 - group["lr"] * group["weight_decay"])
                     update = update.to(parameter.dtype)
                     if (scale := self._column_scales.get(parameter)) is not None:

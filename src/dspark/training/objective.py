@@ -5,6 +5,9 @@ Every supervised slot ``k`` of a block (``k = 1..γ``) is one row. With draft di
 
     L = Σ w_k (a·CE_k + b·‖q_k − p_k‖₁ + c·BCE(c_k, 1 − ½‖q_k − p_k‖₁)) / Σ w_k,        w_k = exp(−(k−1)/d).
 
+Eagle3's own loss, the cross-entropy ``−Σ_v p_k(v) log q_k(v)`` against the target's distribution, is a further term
+("distillation"), off by default.
+
 The draft vocabulary may be smaller than the target's. The target then comes as its logits on the draft columns together
 with the log-normaliser (logsumexp) of its logits over the full vocabulary, so that ``p`` on the draft columns is exact
 and the mass the target has elsewhere is known: ``q`` is zero there, so that mass counts fully in the total variation. A
@@ -40,17 +43,19 @@ class ObjectiveSettings:
     Attributes:
         cross_entropy: a, weight of the cross-entropy against the data's token.
         total_variation: b, weight of ``‖q − p‖₁`` (twice the total-variation distance).
+        distillation: weight of ``−Σ_v p(v) log q(v)`` over the draft columns (EAGLE-3, arXiv 2503.01840).
         confidence: c, weight of the confidence head's binary cross-entropy.
         decay: d of ``w_k = exp(−(k−1)/d)``, in slots.
     """
 
     cross_entropy: float = 0.1
     total_variation: float = 0.9
+    distillation: float = 0.0
     confidence: float = 1.0
     decay: float = 4.0
 
     def __post_init__(self) -> None:
-        for name in ("cross_entropy", "total_variation", "confidence"):
+        for name in ("cross_entropy", "total_variation", "distillation", "confidence"):
             value = getattr(self, name)
             if not (math.isfinite(value) and value >= 0.0):
                 raise ValueError(f"loss weight {name} is {value}: give a finite number of at least 0")
@@ -63,7 +68,8 @@ class DraftTerms:
     """Cross-entropy and total variation of N slots.
 
     Attributes:
-        weighted_sum: ``Σ_n (ce_weights_N·CE + tv_weights_N·‖q − p‖₁)``; the only differentiable field.
+        weighted_sum: ``Σ_n (ce_weights_N·CE + tv_weights_N·‖q − p‖₁ − distillation_weights_N·Σ_v p log q)``; the
+            only differentiable field.
         cross_entropy_N: nats; 0 where the slot has no label column.
         l1_distance_N: ``‖q − p‖₁`` over the full vocabulary, in [0, 2].
     """
@@ -97,9 +103,9 @@ class _DraftTerms(torch.autograd.Function):
 
     With ``s = sign(q − p)`` on the draft columns,
 
-        ∂CE/∂z = q − onehot(label)        ∂‖q − p‖₁/∂z = q ⊙ (s − ⟨q, s⟩)
+        ∂CE/∂z = q − onehot(label)        ∂‖q − p‖₁/∂z = q ⊙ (s − ⟨q, s⟩)        ∂(−⟨p, log q⟩)/∂z = ⟨p, 1⟩ q − p
 
-    so one softmax serves both terms and autograd never stores more than one [N, D] array (in the logits' own dtype).
+    so one softmax serves all terms and autograd never stores more than one [N, D] array (in the logits' own dtype).
     """
 
     @staticmethod
@@ -111,12 +117,15 @@ class _DraftTerms(torch.autograd.Function):
         label_columns_N: Tensor,
         ce_weights_N: Tensor,
         tv_weights_N: Tensor,
+        distillation_weights_N: Tensor | None,
         with_gradient: bool,
     ) -> tuple[Tensor, Tensor, Tensor]:
         num_rows, num_columns = logits_ND.shape
         work = torch.float64 if logits_ND.dtype == torch.float64 else torch.float32
         log_normaliser_N = target_log_normaliser_N.to(work)
         ce_weights_N, tv_weights_N = ce_weights_N.to(work), tv_weights_N.to(work)
+        distillation_N = None if distillation_weights_N is None else distillation_weights_N.to(work)
+        distillation = logits_ND.new_zeros((), dtype=work)
         has_label_N = label_columns_N >= 0
         columns_N = label_columns_N.clamp(min=0)
         cross_entropy_N = torch.empty(num_rows, dtype=work, device=logits_ND.device)
@@ -134,7 +143,15 @@ class _DraftTerms(torch.autograd.Function):
             draft.div_(total)
             cross_entropy_N[rows] = torch.where(has_label_N[rows], (total.log() - label_logits).squeeze(1), 0.0)
             difference = torch.sub(target_logits_ND[rows].to(work), log_normaliser_N[rows, None]).exp_()
-            outside = (1.0 - difference.sum(dim=1)).clamp_(min=0.0)
+            inside = difference.sum(dim=1)
+            outside = (1.0 - inside).clamp(min=0.0)
+            distilled = None
+            if distillation_N is not None:
+                weights = distillation_N[rows]
+                log_draft_sum = torch.linalg.vecdot(difference, logits - maximum) - inside * total.log().squeeze(1)
+                distillation -= torch.dot(weights, log_draft_sum)
+                if gradient_ND is not None:
+                    distilled = torch.addcmul(difference.neg(), inside[:, None], draft).mul_(weights[:, None])
             torch.sub(draft, difference, out=difference)
             l1_distance_N[rows] = torch.linalg.vector_norm(difference, ord=1, dim=1) + outside
             if gradient_ND is None:
@@ -145,17 +162,17 @@ class _DraftTerms(torch.autograd.Function):
             mean_sign = torch.linalg.vecdot(draft, sign, dim=1)[:, None]
             sign.mul_(tv_weights).add_(ce_weights - tv_weights * mean_sign).mul_(draft)
             sign.scatter_add_(1, columns, -ce_weights)
-            gradient_ND[rows] = sign
+            gradient_ND[rows] = sign if distilled is None else sign.add_(distilled)
         ctx.save_for_backward(gradient_ND)
         ctx.mark_non_differentiable(cross_entropy_N, l1_distance_N)
-        weighted_sum = ce_weights_N @ cross_entropy_N + tv_weights_N @ l1_distance_N
+        weighted_sum = ce_weights_N @ cross_entropy_N + tv_weights_N @ l1_distance_N + distillation
         return weighted_sum, cross_entropy_N, l1_distance_N
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         (gradient_ND,) = ctx.saved_tensors
         scale = gradients[0].to(gradient_ND.dtype)
-        return gradient_ND * scale, None, None, None, None, None, None
+        return gradient_ND * scale, None, None, None, None, None, None, None
 
 
 def draft_terms(
@@ -166,6 +183,7 @@ def draft_terms(
     label_columns_N: Tensor,
     ce_weights_N: Tensor,
     tv_weights_N: Tensor,
+    distillation_weights_N: Tensor | None = None,
 ) -> DraftTerms:
     """Cross-entropy and ``‖q − p‖₁`` of N slots, summed with the given weights.
 
@@ -176,6 +194,7 @@ def draft_terms(
         label_columns_N: int64, the data's token as a draft column, or ``NO_LABEL``.
         ce_weights_N: weight of each slot's cross-entropy in the sum.
         tv_weights_N: weight of each slot's ``‖q − p‖₁`` in the sum.
+        distillation_weights_N: weight of each slot's cross-entropy against the target's distribution; None for none.
 
     Raises:
         ValueError: the shapes do not belong together.
@@ -201,6 +220,7 @@ def draft_terms(
         label_columns_N,
         ce_weights_N,
         tv_weights_N,
+        distillation_weights_N,
         with_gradient,
     )
     return DraftTerms(weighted_sum=weighted_sum, cross_entropy_N=cross_entropy_N, l1_distance_N=l1_distance_N)
@@ -215,8 +235,12 @@ def objective(
     slot_weights_N: Tensor,
     settings: ObjectiveSettings,
     confidence_logits_N: Tensor | None = None,
+    total_weight: float | None = None,
 ) -> ObjectiveTerms:
     """The loss of one batch (section 3.3).
+
+    A batch that is a part of a step gives ``total_weight`` of the whole step: the losses of the parts then add up to
+    the step's loss, and so do their gradients.
 
     Args:
         logits_ND: draft logits, sequential head included.
@@ -226,11 +250,13 @@ def objective(
         slot_weights_N: ``w_k`` of supervised slots, 0 of the others; they also make the denominator.
         settings: coefficients.
         confidence_logits_N: logits of ``c_k``; their label is a constant, no gradient flows through it.
+        total_weight: denominator ``Σ w_k``; by default the sum of ``slot_weights_N``.
 
     Raises:
         ValueError: shapes do not belong together, or no slot is supervised.
     """
-    total_weight = float(slot_weights_N.sum())
+    if total_weight is None:
+        total_weight = float(slot_weights_N.sum())
     if not total_weight > 0.0:
         raise ValueError("no slot of the batch is supervised: its rows have no response of two tokens or more")
     weights_N = slot_weights_N / total_weight
@@ -241,6 +267,7 @@ def objective(
         label_columns_N=label_columns_N,
         ce_weights_N=weights_N * settings.cross_entropy,
         tv_weights_N=weights_N * settings.total_variation,
+        distillation_weights_N=weights_N * settings.distillation if settings.distillation > 0.0 else None,
     )
     if confidence_logits_N is None:
         return ObjectiveTerms(loss=draft.weighted_sum, draft=draft, confidence_bce_N=None)

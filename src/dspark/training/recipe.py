@@ -16,9 +16,14 @@ __all__ = [
     "BatchRecipe",
     "BigramRecipe",
     "CheckpointRecipe",
+    "DFlashRecipe",
+    "DSparkRecipe",
+    "DistributedRecipe",
     "DrafterRecipe",
+    "Eagle3Recipe",
     "HeldOutRecipe",
     "LossRecipe",
+    "MtpRecipe",
     "OptimiserRecipe",
     "Recipe",
     "StatesRecipe",
@@ -36,38 +41,95 @@ class _Section(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
 
-class DrafterRecipe(_Section):
-    """The drafter. Sizes that are not given are those of the target's own layers.
+class _AnyDrafter(_Section):
+    """What recipes of all drafters have. Sizes that are not given are those of the target's own layers.
+
+    draft_vocab_size: most frequent response tokens that can be drafted; null for the target's whole vocabulary.
+    initial_output_scale: of the final norm at the start; the target's own is usually above it.
+    initialise_from: directory of a drafter to go on from (same kind and shape); null starts anew.
+    """
+
+    intermediate_size: Positive | None = None
+    num_heads: Positive | None = None
+    num_kv_heads: Positive | None = None
+    head_dim: Positive | None = None
+    draft_vocab_size: Positive | None = None
+    initial_output_scale: PositiveFloat = 0.5
+    initialise_from: Path | None = None
+
+
+class _ParallelDrafter(_AnyDrafter):
+    """Drafters that predict a whole block in one pass.
 
     mask_token: token id, or the token's text, whose embedding stands for "not yet known"; one that text never holds.
     tap_layers: target layers whose outputs are the context features; the final layer is not allowed.
-    draft_vocab_size: most frequent response tokens that can be drafted; null for the target's whole vocabulary.
-    initial_output_scale: of the final norm at the start; the target's own is usually above it.
-    initialise_from: directory of a drafter to go on from (same shape); null starts anew.
+    sample_from_anchor: true: the anchor's slot predicts the first draft token; false: the original DFlash layout.
     """
 
     mask_token: int | str
     tap_layers: tuple[NonNegative, ...] = Field(min_length=1)
     num_layers: Positive = 2
     block_size: Positive = 7
-    intermediate_size: Positive | None = None
-    num_heads: Positive | None = None
-    num_kv_heads: Positive | None = None
-    head_dim: Positive | None = None
-    draft_vocab_size: Positive | None = None
+    sample_from_anchor: bool = True
+
+
+class DSparkRecipe(_ParallelDrafter):
+    """DSpark: parallel backbone, sequential head, confidence head."""
+
+    kind: Literal["dspark"] = "dspark"
     markov_head: Literal["vanilla", "gated", "rnn", "none"] = "vanilla"
     markov_rank: Positive = 256
     confidence_head: bool = True
     confidence_head_with_markov: bool = True
-    sample_from_anchor: bool = True
-    initial_output_scale: PositiveFloat = 0.5
-    initialise_from: Path | None = None
+
+
+class DFlashRecipe(_ParallelDrafter):
+    """DFlash: the parallel backbone alone."""
+
+    kind: Literal["dflash"]
+
+
+class Eagle3Recipe(_AnyDrafter):
+    """Eagle3: one autoregressive layer, trained on its own outputs for ``block_size`` steps (training-time test).
+
+    tap_layers: target layers whose outputs are fused into its features; the final layer is not allowed.
+    """
+
+    kind: Literal["eagle3"]
+    tap_layers: tuple[NonNegative, ...] = Field(min_length=1)
+    block_size: Positive = 7
+
+
+class MtpRecipe(_AnyDrafter):
+    """MTP-1: one extra token from the target's last hidden state, by one layer."""
+
+    kind: Literal["mtp"]
+
+    @property
+    def block_size(self) -> int:
+        """One, by what it is."""
+        return 1
+
+
+DrafterRecipe = DSparkRecipe | DFlashRecipe | Eagle3Recipe | MtpRecipe
 
 
 class StatesRecipe(_Section):
-    """Teacher states. ``directory`` null keeps them in ``states/`` of the run; ``dtype`` is the target's."""
+    """Teacher states: what the target computes on the data.
 
+    source: ``offline`` computes them once and keeps them on disk; ``online`` computes them again in every step, with no
+        disk at all.
+    directory: of the store; null keeps it in ``states/`` of the run. Several runs can share one.
+    tap_layers: layers to store, a superset of the drafter's, so that runs of other drafters can use the same store;
+        null stores the drafter's.
+    max_gib: most disk that the store may take; null for what is free.
+    dtype: type the target computes in.
+    """
+
+    source: Literal["offline", "online"] = "offline"
     directory: Path | None = None
+    tap_layers: tuple[NonNegative, ...] | None = None
+    max_gib: PositiveFloat | None = None
     dtype: Literal["float32", "bfloat16", "int8"] = "bfloat16"
     max_length: Annotated[int, Field(ge=2)] = 1024
     tokens_per_batch: Positive = 2048
@@ -77,11 +139,13 @@ class StatesRecipe(_Section):
 class LossRecipe(_Section):
     """Coefficients of the objective.
 
+    distillation: of the cross-entropy against the target's distribution, the loss of EAGLE-3.
     confidence_reaches_backbone: whether the confidence loss also trains backbone and sequential head.
     """
 
     cross_entropy: NonNegativeFloat = 0.1
     total_variation: NonNegativeFloat = 0.9
+    distillation: NonNegativeFloat = 0.0
     confidence: NonNegativeFloat = 1.0
     decay: PositiveFloat = 4.0
     confidence_reaches_backbone: bool = False
@@ -91,6 +155,7 @@ class LossRecipe(_Section):
         return ObjectiveSettings(
             cross_entropy=self.cross_entropy,
             total_variation=self.total_variation,
+            distillation=self.distillation,
             confidence=self.confidence,
             decay=self.decay,
         )
@@ -124,6 +189,9 @@ class BatchRecipe(_Section):
 
     anchor_every_tokens: a visit to a sequence takes one anchor for that many response tokens; with the block size,
         every response token is learnt about once per visit.
+    accumulate: parts that a step is cut into, one after another, to save memory; the result is the same.
+    autocast: products in bfloat16; the weights and their optimiser stay float32.
+    compile: run the step through ``torch.compile``.
     """
 
     steps: Positive
@@ -131,7 +199,9 @@ class BatchRecipe(_Section):
     anchor_every_tokens: Positive = 7
     warmup_steps: NonNegative = 50
     final_learning_rate_fraction: Fraction = 0.05
+    accumulate: Positive = 1
     autocast: bool = True
+    compile: bool = False
 
     @model_validator(mode="after")
     def _check(self) -> BatchRecipe:
@@ -159,16 +229,35 @@ class CheckpointRecipe(_Section):
     keep: Positive = 2
 
 
+class DistributedRecipe(_Section):
+    """Several processes under ``torchrun``.
+
+    strategy: ``ddp`` keeps a whole drafter in every process, ``fsdp`` a part of its weights and optimiser.
+    timeout_minutes: a process that is not heard of for so long ends the run of all.
+    """
+
+    strategy: Literal["ddp", "fsdp"] = "ddp"
+    timeout_minutes: PositiveFloat = 10.0
+
+
 class Recipe(_Section):
-    """A whole run. ``target`` is what ``--target`` takes; ``data`` one data directory or more; ``out`` the run's."""
+    """A whole run.
+
+    target: what ``--target`` takes.
+    data: one data directory or more.
+    out: directory of the run.
+    tracking: where progress goes besides ``log.jsonl`` and the terminal.
+    """
 
     target: str = "embedded"
     data: Annotated[tuple[Path, ...], Field(min_length=1)]
     out: Path
     seed: NonNegative = 0
     device: str = "cpu"
-    drafter: DrafterRecipe
+    tracking: Literal["none", "tensorboard", "trackio"] = "none"
+    drafter: Annotated[DrafterRecipe, Field(discriminator="kind")]
     batch: BatchRecipe
+    distributed: DistributedRecipe = DistributedRecipe()
     states: StatesRecipe = StatesRecipe()
     loss: LossRecipe = LossRecipe()
     bigram: BigramRecipe = BigramRecipe()
@@ -180,6 +269,17 @@ class Recipe(_Section):
     @classmethod
     def _one_or_more(cls, value: object) -> object:
         return [value] if isinstance(value, str | Path) else value
+
+    @field_validator("drafter", mode="before")
+    @classmethod
+    def _dspark_by_default(cls, value: object) -> object:
+        return {"kind": "dspark", **value} if isinstance(value, dict) else value
+
+    def tap_layers(self, num_target_layers: int) -> tuple[int, ...]:
+        """Target layers that the drafter sees; MTP sees the final one."""
+        if isinstance(self.drafter, MtpRecipe):
+            return (num_target_layers - 1,)
+        return self.drafter.tap_layers
 
     @property
     def states_directory(self) -> Path:
@@ -228,18 +328,30 @@ def _apply(values: dict[str, Any], override: str) -> None:
 def _messages(error: ValidationError) -> Iterable[str]:
     for problem in error.errors(include_url=False):
         location = [str(part) for part in problem["loc"]]
+        kind = location.pop(1) if location[:1] == ["drafter"] and location[1:2] and location[1] in _KINDS else None
         name = ".".join(location)
         if problem["type"] == "extra_forbidden":
-            yield f"unknown key {name}; {_nearest(location)}"
+            of_kind = "" if kind is None else f" for drafter.kind={kind}"
+            yield f"unknown key {name}{of_kind}; {_nearest(location, kind)}"
         elif problem["type"] == "missing":
             yield f"{name} is missing"
+        elif problem["type"] == "union_tag_invalid":
+            yield f"drafter.kind is {problem['input']['kind']!r}: it must be one of {', '.join(_KINDS)}"
         else:
             yield f"{name} is {problem['input']!r}: {problem['msg'].removeprefix('Value error, ')}"
 
 
-def _nearest(location: Sequence[str]) -> str:
+_KINDS: dict[str, type[_AnyDrafter]] = {
+    "dspark": DSparkRecipe,
+    "dflash": DFlashRecipe,
+    "eagle3": Eagle3Recipe,
+    "mtp": MtpRecipe,
+}
+
+
+def _nearest(location: Sequence[str], kind: str | None) -> str:
     """The known key most like the unknown one: in its own section first, then anywhere."""
-    known = _known_keys(Recipe)
+    known = [*_known_keys(Recipe), *_known_keys(_KINDS[kind or "dspark"], "drafter.")]
     section = ".".join(location[:-1])
     prefix = section + "." if section else ""
     siblings = {key.removeprefix(prefix): key for key in known if key.startswith(prefix)}

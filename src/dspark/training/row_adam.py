@@ -14,7 +14,6 @@ __all__ = ["RowAdam"]
 class RowAdam(torch.optim.Optimizer):
     """Adam that updates only the rows with a gradient, each with its own step count.
 
-    For parameters with sparse gradients (``nn.Embedding(sparse=True)``): a step costs the touched rows, not the table.
     A row's moments decay only when it is touched, and its bias correction counts its own updates, so the first update
     of a rare token's row is as well scaled as that of a frequent one. There is no weight decay.
     """
@@ -65,9 +64,6 @@ class RowAdam(torch.optim.Optimizer):
 
 
 def _touched_rows(gradient: Tensor) -> tuple[Tensor, Tensor]:
-    """Row numbers (unique) and their gradients."""
-    if gradient.is_sparse:
-        coalesced = gradient.coalesce()
-        return coalesced.indices()[0], coalesced.values()
+    """Row numbers and their gradients."""
     rows = gradient.abs().amax(dim=1).nonzero().squeeze(1)
     return rows, gradient[rows]

@@ -93,3 +93,33 @@ def test_the_template_hash_tells_templates_apart() -> None:
     hashes = {ChatFormat(make_tokenizer(template)).template_hash for template in (CHATML, SYSTEM_IN_USER)}
     assert len(hashes) == 2
     assert START in ChatFormat(make_tokenizer()).special_token_ids
+
+
+NO_SYSTEM_ROLE = CHATML.replace(  # as in Gemma 2
+    "{% for message in messages %}",
+    "{% if messages[0]['role'] == 'system' %}{{ raise_exception('System role not supported') }}{% endif %}"
+    "{% for message in messages %}",
+)
+LEAVES_SYSTEM_OUT = CHATML.replace(
+    "{% for message in messages %}", "{% for message in messages if message['role'] != 'system' %}"
+)
+
+
+def test_a_template_that_refuses_the_system_role_cannot_steer() -> None:
+    with pytest.raises(ValueError, match="roles system, user: System role not supported; user turns are steered by a"):
+        ChatFormat(make_tokenizer(NO_SYSTEM_ROLE)).open_user_turn("Be a tutor.")
+
+
+def test_whether_a_template_has_the_system_role() -> None:
+    for template in (CHATML, SYSTEM_IN_USER):
+        ChatFormat(make_tokenizer(template)).check_system_role()
+    with pytest.raises(ValueError, match="System role not supported"):
+        ChatFormat(make_tokenizer(NO_SYSTEM_ROLE)).check_system_role()
+    with pytest.raises(ValueError, match="leaves the system message out"):
+        ChatFormat(make_tokenizer(LEAVES_SYSTEM_OUT)).check_system_role()
+
+
+def test_what_ends_an_answer_when_nothing_else_is_known() -> None:
+    assert ChatFormat(make_tokenizer(eos="<|endoftext|>")).end_of_answer_id == END
+    plain = "{% for m in messages %}{{ m['role'] + ': ' + m['content'] + '\n' }}{% endfor %}"
+    assert ChatFormat(make_tokenizer(plain), stop_token_ids=[END_OF_TEXT]).end_of_answer_id == END

@@ -326,3 +326,30 @@ def test_a_system_prompt_that_fills_the_context_is_refused_before_anything_is_wr
 def test_no_sources_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="sources is empty"):
         run(tmp_path / "out", sources=[])
+
+
+@pytest.mark.parametrize(
+    ("instead", "message"),
+    [
+        ("{{ raise_exception('System role not supported') }}", "refuses a conversation with the roles system, user"),
+        ("{% set messages = messages[1:] %}", "leaves the system message out"),
+    ],
+)
+def test_a_template_without_the_system_role_is_refused_before_anything_is_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, instead: str, message: str
+) -> None:
+    template = f"{{% if messages[0]['role'] == 'system' %}}{instead}{{% endif %}}{fakes.CHATML}"
+    template = "{% set ns = namespace() %}" + template
+    if "set messages" in instead:  # a template that goes on without the message
+        template = fakes.CHATML.replace(
+            "{% for message in messages %}", "{% for message in messages if message['role'] != 'system' %}"
+        )
+    monkeypatch.setattr(fakes, "make_tokenizer", lambda: make_tokenizer(template))
+    prompts = write_prompts(tmp_path / "prompts.jsonl")
+    with pytest.raises(ValueError, match=f"1 of the 4 prompts of prompts have a system message, but .*{message}"):
+        run(tmp_path / "out", sources=[prompts], settings=make_settings(rows=4))
+    with pytest.raises(ValueError, match=message):
+        run(tmp_path / "out", sources=[SELF])
+    assert not (tmp_path / "out").exists()
+    (tmp_path / "plain.jsonl").write_text('{"turns": ["How many?"]}\n')
+    run(tmp_path / "out", sources=parse_sources([str(tmp_path / "plain.jsonl")]), settings=make_settings(rows=1))

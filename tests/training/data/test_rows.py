@@ -1,12 +1,14 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from dspark.training.data.rows import DataRow, DroppedRow, iterate_rows, read_rows
+from tests.training.data.fakes import make_settings, run
 
 ROW: dict[str, Any] = {
     "id": "self-math/000123",
@@ -75,3 +77,25 @@ def test_an_unreadable_line_is_named(tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
     with pytest.raises(FileNotFoundError, match="dspark data"):
         read_rows(tmp_path / "empty")
+
+
+def test_an_empty_shard_adds_nothing_and_empty_shards_alone_are_named(tmp_path: Path) -> None:
+    (tmp_path / "rows-00000.jsonl").touch()
+    with pytest.raises(ValueError, match="has no rows yet"):
+        read_rows(tmp_path)
+    (tmp_path / "rows-00001.jsonl").write_text(line() + "\n")
+    assert len(read_rows(tmp_path)) == 1
+
+
+def test_a_shard_that_was_cut_short_is_noticed(tmp_path: Path) -> None:
+    run(tmp_path, settings=make_settings(rows=20))
+    file = tmp_path / "rows-00000.jsonl"
+    lines = file.read_bytes().splitlines(keepends=True)
+    for size in (len(b"".join(lines[:-1])), len(b"".join(lines)) - 5, 0):
+        os.truncate(file, size)
+        with pytest.raises(ValueError, match=rf"counts {len(lines)}: a rows-\*\.jsonl was cut short"):
+            read_rows(tmp_path)
+    run(tmp_path, settings=make_settings(rows=20))
+    assert {row.to_json() for row in read_rows(tmp_path)} == {text.decode().strip() for text in lines}
+    file.write_bytes(file.read_bytes() + lines[0].replace(b"/00000", b"/10000"))  # a manifest may lag behind
+    assert len(read_rows(tmp_path)) == len(lines) + 1

@@ -1,11 +1,14 @@
 from __future__ import annotations
 
+import errno
+import os
 from pathlib import Path
 
 import pytest
 
 from dspark.training.data.rows import DataRow, DroppedRow, read_rows
 from dspark.training.data.store import RowStore
+from tests.training.data import fakes
 
 
 def row(number: int) -> DataRow:
@@ -67,3 +70,52 @@ def test_one_writer_at_a_time(tmp_path: Path) -> None:
     with RowStore(tmp_path), pytest.raises(BlockingIOError, match="another process"):
         RowStore(tmp_path)
     RowStore(tmp_path).close()
+
+
+class TestFullDisk:
+    """``write`` fails as on a disk without room, after part of a line."""
+
+    @pytest.fixture
+    def room(self, monkeypatch: pytest.MonkeyPatch) -> list[int]:
+        """Bytes left on the disk, to be set."""
+        left = [10**9]
+        write = os.write
+
+        def full(descriptor: int, content: bytes) -> int:
+            if not left[0]:
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            written = write(descriptor, content[: left[0]])
+            left[0] -= written
+            return written
+
+        monkeypatch.setattr(os, "write", full)
+        return left
+
+    def test_what_is_finished_is_kept_and_the_directory_named(self, tmp_path: Path, room: list[int]) -> None:
+        with RowStore(tmp_path) as store:
+            store.append(row(0))
+            room[0] = 20
+            with pytest.raises(
+                OSError, match=rf"{tmp_path} could not be written \(No space left .*: make room there\); its 1 "
+            ):
+                store.append(row(1))
+            assert store.tally.rows == 1
+            assert [data.id for data in read_rows(tmp_path)] == ["s/0"]
+            room[0] = 10**9
+            store.append(row(2))
+        with RowStore(tmp_path) as store:
+            assert set(store.recovered) == {"s/0", "s/2"}
+            assert store.torn_lines == 0
+
+    def test_a_run_goes_on_when_there_is_room_again(self, tmp_path: Path, room: list[int]) -> None:
+        fakes.run(tmp_path / "whole")
+        room[0] = 4000
+        with pytest.raises(OSError, match="the same command goes on from there"):
+            fakes.run(tmp_path / "out")
+        room[0] = 10**9
+        done = len(read_rows(tmp_path / "out"))
+        assert 0 < done < 40
+        assert fakes.run(tmp_path / "out").manifest["complete"]
+        assert {data.to_json() for data in read_rows(tmp_path / "out")} == {
+            data.to_json() for data in read_rows(tmp_path / "whole")
+        }

@@ -8,22 +8,20 @@ chat template works that puts contents into the text unchanged.
 
 from __future__ import annotations
 
-import hashlib
-import json
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Protocol
+
+from dspark.training.data.identity import IdentifiedTokenizer, template_sha256, tokenizer_sha256
 
 _SENTINEL = "DSPARK0SENTINEL0CONTENT"
 
 Message = Mapping[str, str]
 
 
-class ChatTokenizer(Protocol):
+class ChatTokenizer(IdentifiedTokenizer, Protocol):
     """The part of a transformers tokenizer that is used here."""
 
-    chat_template: Any
     eos_token_id: Any
-    all_special_ids: Any
 
     def apply_chat_template(self, conversation: Any, *, tokenize: bool, add_generation_prompt: bool) -> Any: ...
 
@@ -49,7 +47,8 @@ class ChatFormat:
         after_user = self._around_sentinel([], {"role": "user", "content": _SENTINEL}, [])[1]
         after_answer = self._around_sentinel([user], {"role": "assistant", "content": _SENTINEL}, [])[1]
         self.end_of_user_turn_ids = frozenset(self._leading_special(after_user))
-        end_of_answer = {*stop_token_ids, *self._leading_special(after_answer)}
+        written_end = self._leading_special(after_answer)
+        end_of_answer = {*stop_token_ids, *written_end}
         if tokenizer.eos_token_id is not None:
             end_of_answer.add(int(tokenizer.eos_token_id))
         if not end_of_answer:
@@ -59,13 +58,19 @@ class ChatFormat:
             )
         #: Tokens that end an answer.
         self.stop_token_ids = frozenset(end_of_answer)
+        eos = min(end_of_answer) if tokenizer.eos_token_id is None else int(tokenizer.eos_token_id)
+        #: The one of them that the template writes there, or else the tokenizer's eos.
+        self.end_of_answer_id = written_end[0] if written_end else eos
 
     @property
     def template_hash(self) -> str:
         """SHA-256 of the chat template, in hexadecimal."""
-        template = self._tokenizer.chat_template
-        text = template if isinstance(template, str) else json.dumps(template, sort_keys=True)
-        return hashlib.sha256(text.encode()).hexdigest()
+        return template_sha256(self._tokenizer)
+
+    @property
+    def tokenizer_hash(self) -> str:
+        """SHA-256 of the tokenizer's vocabulary, in hexadecimal."""
+        return tokenizer_sha256(self._tokenizer)
 
     def tokenize(self, text: str) -> tuple[int, ...]:
         """Ids of template text; nothing is added to it."""
@@ -93,13 +98,25 @@ class ChatFormat:
                 "would have no end; use prompts from a JSONL file instead of self-prompting"
             )
         messages = [{"role": "system", "content": system}]
-        before, _ = self._around_sentinel(messages, {"role": "user", "content": _SENTINEL}, [])
+        try:
+            before, _ = self._around_sentinel(messages, {"role": "user", "content": _SENTINEL}, [])
+        except ValueError as error:
+            raise ValueError(
+                f"{error}; user turns are steered by a system message, so with this template take prompts from a JSONL "
+                "file instead of self-prompting"
+            ) from error
         if system not in before:
             raise ValueError(
                 "the chat_template leaves the system message out, so user turns cannot be steered; "
                 "use prompts from a JSONL file instead of self-prompting"
             )
         return self.tokenize(before + opener)
+
+    def check_system_role(self) -> None:
+        """Raise ValueError when the template refuses a system message, or leaves it out without a word."""
+        conversation = [{"role": "system", "content": _SENTINEL}, {"role": "user", "content": "Hi"}]
+        if _SENTINEL not in self._render(conversation, add_generation_prompt=True):
+            raise ValueError("the chat_template leaves the system message out")
 
     def next_answer_prompt(self, messages: Sequence[Message], user_turn: str, last_token: int) -> tuple[int, ...]:
         """Ids that the template puts between an answer and the next one.

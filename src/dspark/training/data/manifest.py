@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
-import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -13,22 +12,15 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+from dspark.files import write_json
+from dspark.training.data.identity import TargetIdentity
 from dspark.training.data.prompts import PromptSource
-from dspark.training.data.rows import SHARD_PATTERN
+from dspark.training.data.rows import MANIFEST_FILE, SHARD_PATTERN, read_manifest
 from dspark.training.data.settings import DataSettings
 from dspark.training.data.store import Tally
 
-MANIFEST_FILE = "manifest.json"
 FORMAT = "dspark-data/1"
-
-
-@dataclass(frozen=True, kw_only=True)
-class TargetIdentity:
-    """Which target wrote the rows: its name, the type of its weights, and its vocabulary size."""
-
-    name: str
-    dtype: str
-    vocab_size: int
+TOKENIZER_FIELD = "target.tokenizer_sha256"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,10 +43,15 @@ def describe_recipe(
     forbidden: Sequence[ForbiddenPrompts],
     target: TargetIdentity,
     template_hash: str,
+    tokenizer_hash: str,
 ) -> dict[str, Any]:
     """Everything that decides the rows, as JSON values."""
     recipe = {
-        "target": {**dataclasses.asdict(target), "template_sha256": template_hash},
+        "target": {
+            **dataclasses.asdict(target),
+            "template_sha256": template_hash,
+            "tokenizer_sha256": tokenizer_hash,
+        },
         "settings": dataclasses.asdict(settings),
         "sources": {source.name: source.describe() for source in sources},
         "source_order": [source.name for source in sources],
@@ -67,7 +64,8 @@ def describe_recipe(
 def check_same_recipe(directory: Path, recipe: Mapping[str, Any]) -> dict[str, Any] | None:
     """The manifest of ``directory`` when it holds rows of the same recipe, None when it holds none.
 
-    A larger ``settings.rows`` is the same recipe: the directory is extended. Raises ValueError that names the first
+    A larger ``settings.rows`` is the same recipe: the directory is extended. So is one whose manifest is from before
+    tokenizers were recorded. Raises ValueError that names the first
     field that differs, with both values.
     """
     try:
@@ -87,6 +85,8 @@ def check_same_recipe(directory: Path, recipe: Mapping[str, Any]) -> dict[str, A
     before, now = _flatten(manifest["recipe"]), _flatten(recipe)
     for name in sorted(before.keys() | now.keys()):
         old, new = before.get(name), now.get(name)
+        if name == TOKENIZER_FIELD and name not in before:
+            continue
         if name == "settings.rows" and isinstance(old, int) and isinstance(new, int):
             if new < old:
                 raise ValueError(f"{directory} was planned for {old} rows; rows is {new}, give at least {old}")
@@ -95,18 +95,6 @@ def check_same_recipe(directory: Path, recipe: Mapping[str, Any]) -> dict[str, A
                 f"{directory} holds rows of another run: {name} was {old!r} and now is {new!r}. "
                 "Use the same settings to go on with it, or another directory"
             )
-    return manifest
-
-
-def read_manifest(directory: Path | str) -> dict[str, Any]:
-    """The manifest of a data directory. Raises FileNotFoundError, or ValueError when it cannot be read."""
-    file = Path(directory) / MANIFEST_FILE
-    try:
-        manifest = json.loads(file.read_bytes())
-    except ValueError as error:
-        raise ValueError(f"{file} is not JSON ({error})") from None
-    if not isinstance(manifest, dict) or not isinstance(manifest.get("recipe"), dict):
-        raise ValueError(f"{file} has no recipe")
     return manifest
 
 
@@ -137,14 +125,7 @@ def write_manifest(
         "seconds": round(seconds, 1),
         "recipe": recipe,
     }
-    file = directory / MANIFEST_FILE
-    temporary = directory / f".{MANIFEST_FILE}.partial"
-    with temporary.open("w", encoding="utf-8") as stream:
-        json.dump(manifest, stream, indent=2, ensure_ascii=False)
-        stream.write("\n")
-        stream.flush()
-        os.fsync(stream.fileno())
-    os.replace(temporary, file)
+    write_json(directory / MANIFEST_FILE, manifest)
     return manifest
 
 

@@ -1,24 +1,18 @@
-"""Where prompts come from: the target itself, steered by system prompts, or a JSONL file."""
+"""Where prompts come from: the target itself, steered by system prompts, a JSONL file, or a data set of the hub."""
 
 from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from dspark.training.data.rows import complete_lines, parse_object
+from dspark.training.data.conversations import Conversation, read_conversations
+from dspark.training.data.hub import PREFIX as HUB_PREFIX
+from dspark.training.data.hub import HubDataset, read_hub
 from dspark.training.data.steering import SteeringPrompt, built_in_steering
-
-
-@dataclass(frozen=True, kw_only=True)
-class Conversation:
-    """The given part of a conversation: an optional system message and the user's messages in order."""
-
-    user_turns: tuple[str, ...]
-    system: str | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,12 +50,19 @@ class SelfPrompts:
 
 @dataclass(frozen=True, kw_only=True)
 class FilePrompts:
-    """Conversations of a JSONL file; see ``read_conversations`` for its form."""
+    """Given conversations: of a JSONL file (see ``read_conversations`` for its form), or of a data set of the hub.
+
+    sha256: of the file, or of the conversations.
+    dataset: for a data set of the hub, what it is and which column the prompts are from.
+    unusable: rows of it that were left out.
+    """
 
     name: str
     conversations: tuple[Conversation, ...]
     sha256: str
     share: float = 1.0
+    dataset: str | None = None
+    unusable: int = 0
 
     def __post_init__(self) -> None:
         if not self.conversations:
@@ -75,13 +76,14 @@ class FilePrompts:
 
     def describe(self) -> dict[str, Any]:
         """What the manifest says of the source."""
-        return {
+        described = {
             "name": self.name,
-            "kind": "file",
+            "kind": "file" if self.dataset is None else "hub",
             "share": self.share,
             "sha256": self.sha256,
             "prompts": len(self.conversations),
         }
+        return described if self.dataset is None else described | {"dataset": self.dataset, "unusable": self.unusable}
 
 
 PromptSource = SelfPrompts | FilePrompts
@@ -90,15 +92,17 @@ PromptSource = SelfPrompts | FilePrompts
 def parse_sources(specs: Sequence[str]) -> list[PromptSource]:
     """Sources from their command-line form.
 
-    ``self`` (all domains of the built-in system prompts, in equal parts), ``self-math`` and the like (one domain), or
-    the path of a JSONL file; each may be followed by ``=SHARE``, its part of the rows relative to the others
-    (default 1). Raises ValueError or FileNotFoundError that names the spec.
+    ``self`` (all domains of the built-in system prompts, in equal parts), ``self-math`` and the like (one domain),
+    ``hub:owner/name[/subset][:split][:column]``, or the path of a JSONL file; each may be followed by ``=SHARE``, its
+    part of the rows relative to the others (default 1). Raises ValueError or OSError that names the spec.
     """
     sources: list[PromptSource] = []
     for spec in specs:
         place, share = _split_share(spec)
         if place == "self":
             sources += self_prompt_sources(share=share)
+        elif place.startswith(HUB_PREFIX):
+            sources.append(hub_prompts(HubDataset.parse(place), share=share))
         elif place.startswith("self-") and not Path(place).exists():
             sources += self_prompt_sources([place.removeprefix("self-")], share=share)
         else:
@@ -131,6 +135,8 @@ def self_prompt_sources(domains: Sequence[str] | None = None, *, share: float = 
 def file_prompts(path: Path | str, *, name: str | None = None, share: float = 1.0) -> FilePrompts:
     """The prompts of a JSONL file as a source, called after the file unless ``name`` is given."""
     path = Path(path)
+    if not path.is_file():
+        raise FileNotFoundError(f"there is no prompt file {path}; give a JSONL file, or `self` to self-prompt")
     return FilePrompts(
         name=path.name.removesuffix(".jsonl") if name is None else name,
         conversations=tuple(read_conversations(path)),
@@ -139,58 +145,18 @@ def file_prompts(path: Path | str, *, name: str | None = None, share: float = 1.
     )
 
 
-def read_conversations(path: Path | str) -> Iterator[Conversation]:
-    """Conversations of a JSONL file, one a line.
-
-    A line is ``{"turns": [user message, ...]}`` or ``{"messages": [{"role": ..., "content": ...}, ...]}``. Of messages,
-    a first system message and the user messages are taken; assistant messages are left out, since the target writes
-    every answer. Other fields are left aside. Raises ValueError that names file, line and field.
-    """
-    path = Path(path)
-    if not path.is_file():
-        raise FileNotFoundError(f"there is no prompt file {path}; give a JSONL file, or `self` to self-prompt")
-    last_line_is_complete = path.read_bytes().endswith(b"\n")
-    lines = complete_lines(path) if last_line_is_complete else enumerate(path.read_bytes().split(b"\n"), start=1)
-    for number, line in lines:
-        if not line.strip():
-            continue
-        try:
-            yield _conversation(parse_object(line))
-        except ValueError as error:
-            raise ValueError(f"{path}, line {number}: {error}") from None
-
-
-def _conversation(record: dict[str, Any]) -> Conversation:
-    if "turns" in record:
-        turns = record["turns"]
-        if not isinstance(turns, list) or not turns or not all(isinstance(t, str) and t.strip() for t in turns):
-            raise ValueError("turns must be a list of at least one non-empty user message")
-        return Conversation(user_turns=tuple(turns))
-    if "messages" not in record:
-        raise ValueError('has neither "turns" nor "messages"')
-    messages = record["messages"]
-    if not isinstance(messages, list) or not all(isinstance(message, dict) for message in messages):
-        raise ValueError("messages must be a list of objects with role and content")
-    system: str | None = None
-    user_turns: list[str] = []
-    previous = ""
-    for index, message in enumerate(messages):
-        role, content = message.get("role"), message.get("content")
-        if not isinstance(content, str):
-            raise ValueError(f"messages[{index}].content must be a string")
-        if role == "system" and index == 0:
-            system = content
-        elif role == "user" and previous != "user" and content.strip():
-            user_turns.append(content)
-        elif role != "assistant" or previous != "user":
-            raise ValueError(
-                f"messages[{index}].role is {role!r} after {previous or 'nothing'!r}: an optional system message comes "
-                "first, then non-empty user messages and assistant messages take turns"
-            )
-        previous = role
-    if not user_turns:
-        raise ValueError("messages has no user message")
-    return Conversation(user_turns=tuple(user_turns), system=system)
+def hub_prompts(dataset: HubDataset, *, share: float = 1.0) -> FilePrompts:
+    """The prompts of a data set of the hub as a source, called ``owner--name``."""
+    read = read_hub(dataset)
+    content = json.dumps([[conversation.system, conversation.user_turns] for conversation in read.conversations])
+    return FilePrompts(
+        name=dataset.name.replace("/", "--"),
+        conversations=read.conversations,
+        sha256=_sha256(content.encode()),
+        share=share,
+        dataset=str(replace(dataset, column=read.column)),
+        unusable=read.unusable,
+    )
 
 
 def _split_share(spec: str) -> tuple[str, float]:

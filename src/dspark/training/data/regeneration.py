@@ -10,6 +10,7 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -17,9 +18,10 @@ from typing import Any
 from dspark.decoding.request import GenerationCompletion, GenerationRequest
 from dspark.decoding.settings import SamplingSettings
 from dspark.training.data.chat import ChatFormat, ChatTokenizer, Message
+from dspark.training.data.conversations import Conversation
+from dspark.training.data.identity import TargetIdentity
 from dspark.training.data.manifest import (
     ForbiddenPrompts,
-    TargetIdentity,
     check_same_recipe,
     describe_recipe,
     utc_now,
@@ -27,12 +29,13 @@ from dspark.training.data.manifest import (
 )
 from dspark.training.data.near_copy import NearCopyGuard, NearDuplicateIndex
 from dspark.training.data.plan import PlannedRow, derived_fraction, derived_seed, plan_rows
-from dspark.training.data.prompts import Conversation, PromptSource, SelfPrompts
+from dspark.training.data.prompts import PromptSource, SelfPrompts
 from dspark.training.data.rows import DataRow, DroppedRow
 from dspark.training.data.settings import DataSettings
 from dspark.training.data.store import RowStore
 
-#: Reasons for which a row is dropped. The first five are about user turns that the target wrote.
+#: Reasons for which a row is dropped. The first five are about user turns that the target wrote, the last is about
+#: generators that give text (``GenerationCompletion.exact``).
 USER_TURN_UNFINISHED = "user_turn_unfinished"
 USER_TURN_SPECIAL_TOKEN = "user_turn_special_token"
 USER_TURN_EMPTY = "user_turn_empty"
@@ -40,6 +43,9 @@ USER_TURN_NEAR_DUPLICATE = "user_turn_near_duplicate"
 FORBIDDEN_PROMPT = "forbidden_prompt"
 PROMPT_TOO_LONG = "prompt_too_long"
 ANSWER_EMPTY = "answer_empty"
+ANSWER_TOKENS_UNKNOWN = "answer_tokens_unknown"
+#: Reasons that are found after the row's user turn was taken.
+_ANSWER_REASONS = (ANSWER_EMPTY, ANSWER_TOKENS_UNKNOWN)
 
 BatchGenerate = Callable[[Iterator[GenerationRequest | None]], Iterator[GenerationCompletion]]
 """Runs requests in a batch (the engine's ``BatchGenerator.run``; training does not import the engine). It pulls a
@@ -107,9 +113,16 @@ def regenerate(
         _check_template(chat, source, settings)
     plan = plan_rows(sources, rows=settings.rows, seed=settings.seed)
     recipe = describe_recipe(
-        settings=settings, sources=sources, forbidden=forbidden, target=target, template_hash=chat.template_hash
+        settings=settings,
+        sources=sources,
+        forbidden=forbidden,
+        target=target,
+        template_hash=chat.template_hash,
+        tokenizer_hash=chat.tokenizer_hash,
     )
     earlier = check_same_recipe(directory, recipe) if directory.exists() else None
+    if earlier and "tokenizer_sha256" not in earlier["recipe"]["target"]:
+        del recipe["target"]["tokenizer_sha256"]  # which tokenizer made the earlier rows stays unknown
     guard = NearCopyGuard(
         (text for prompts in forbidden for text in prompts.texts), ngram_words=settings.forbidden_ngram_words
     )
@@ -148,7 +161,9 @@ def regenerate(
             interrupted = True
             store.recount()  # it may have come between writing a row and counting it
         except BaseException:
-            save_manifest()
+            with suppress(OSError):  # on a full disk the manifest stays older than the rows, which is harmless
+                store.sync()
+                save_manifest()
             raise
         if not interrupted and store.tally.done != len(plan):
             raise RuntimeError(
@@ -170,8 +185,18 @@ def _check_template(chat: ChatFormat, source: PromptSource, settings: DataSettin
                 f"max_length is {settings.max_length}, but the start of a user turn of {source.name} alone takes "
                 f"{longest} tokens"
             )
-    elif any(len(conversation.user_turns) > 1 for conversation in source.conversations):
+        return
+    if any(len(conversation.user_turns) > 1 for conversation in source.conversations):
         chat.next_answer_prompt([{"role": "user", "content": "Hi"}], "Hi again", last_token=-1)
+    with_system = sum(conversation.system is not None for conversation in source.conversations)
+    if with_system:
+        try:
+            chat.check_system_role()
+        except ValueError as error:
+            raise ValueError(
+                f"{with_system} of the {len(source.conversations)} prompts of {source.name} have a system message, but "
+                f"{error}; take the system messages out of them, or put their text before the user's"
+            ) from error
 
 
 def _progress(feed: _Feed, seconds: float) -> DataProgress:
@@ -340,6 +365,9 @@ class _Feed:
                 ),
                 max_tokens=min(limit, settings.max_length - len(prompt_ids)),
                 stop_token_ids=stops,
+                messages=None
+                if row.writes_user_turn
+                else tuple((message["role"], message["content"]) for message in row.messages),
             )
         )
 
@@ -378,7 +406,7 @@ class _Feed:
             planned = self.plan[index]
             if planned.id in self.store.recovered:
                 user_turns, dropped_for = self.store.recovered[planned.id]
-                if isinstance(planned.source, SelfPrompts) and dropped_for in (None, ANSWER_EMPTY):
+                if isinstance(planned.source, SelfPrompts) and (dropped_for is None or dropped_for in _ANSWER_REASONS):
                     self._seen_turns.add(self._own_words(planned, user_turns[0]))
             elif index in self._undecided:
                 row = self._undecided.pop(index)
@@ -397,6 +425,9 @@ class _Feed:
         return user_turn.removesuffix(self._steering(planned).closer)
 
     def _take_answer(self, row: _RowInProgress, completion: GenerationCompletion) -> None:
+        if not completion.exact:
+            self._drop(row, ANSWER_TOKENS_UNKNOWN)
+            return
         start = len(row.token_ids)
         row.token_ids.extend(completion.token_ids)
         row.response_spans.append((start, len(row.token_ids)))

@@ -10,6 +10,7 @@ from typing import Any
 
 SHARD_PATTERN = "rows-*.jsonl"
 DROPPED_FILE = "dropped.jsonl"
+MANIFEST_FILE = "manifest.json"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -127,14 +128,16 @@ def iterate_rows(path: Path | str, *, vocab_size: int | None = None) -> Iterator
     """Rows of a data directory (all its shards, in order) or of one JSONL file.
 
     A last line that a killed run left without its line break is skipped. Raises FileNotFoundError when there is nothing
-    to read, and ValueError that names file, line and field (also for a token id outside ``vocab_size``).
+    to read, and ValueError that names file, line and field (also for a token id outside ``vocab_size``), or the
+    directory when it has fewer rows than its manifest counts or none at all.
     """
     path = Path(path)
     files = sorted(path.glob(SHARD_PATTERN)) if path.is_dir() else [path]
     if not files:
         raise FileNotFoundError(f"{path} has no {SHARD_PATTERN}; make some with `dspark data {path}`")
+    count = 0
     for file in files:
-        for number, line in complete_lines(file):
+        for number, line in _complete_lines(file):
             try:
                 row = DataRow.from_json(line)
                 if vocab_size is not None and max(row.token_ids) >= vocab_size:
@@ -144,7 +147,16 @@ def iterate_rows(path: Path | str, *, vocab_size: int | None = None) -> Iterator
                     )
             except ValueError as error:
                 raise ValueError(f"{file}, line {number}: {error}") from None
+            count += 1
             yield row
+    counted = read_manifest(path).get("rows", 0) if (path / MANIFEST_FILE).is_file() else 0
+    if isinstance(counted, int) and count < counted:
+        raise ValueError(
+            f"{path} has {count} rows, but its {MANIFEST_FILE} counts {counted}: a {SHARD_PATTERN} was cut short or "
+            "taken away; the `dspark data` command that made it makes the missing rows again"
+        )
+    if not count:
+        raise ValueError(f"{path} has no rows yet; make some with `dspark data`")
 
 
 def read_rows(path: Path | str, *, vocab_size: int | None = None) -> list[DataRow]:
@@ -152,7 +164,19 @@ def read_rows(path: Path | str, *, vocab_size: int | None = None) -> list[DataRo
     return list(iterate_rows(path, vocab_size=vocab_size))
 
 
-def complete_lines(file: Path) -> Iterator[tuple[int, bytes]]:
+def read_manifest(directory: Path | str) -> dict[str, Any]:
+    """The manifest of a data directory. Raises FileNotFoundError, or ValueError when it cannot be read."""
+    file = Path(directory) / MANIFEST_FILE
+    try:
+        manifest = json.loads(file.read_bytes())
+    except ValueError as error:
+        raise ValueError(f"{file} is not JSON ({error})") from None
+    if not isinstance(manifest, dict) or not isinstance(manifest.get("recipe"), dict):
+        raise ValueError(f"{file} has no recipe")
+    return manifest
+
+
+def _complete_lines(file: Path) -> Iterator[tuple[int, bytes]]:
     """(number from 1, content) of each non-empty line that ends in a line break; a torn last line is left out."""
     with file.open("rb") as stream:
         for number, line in enumerate(stream, start=1):

@@ -6,15 +6,17 @@ system call, so a killed run leaves at most one torn line, at the end of a file;
 
 from __future__ import annotations
 
-import fcntl
+import errno
 import os
 import time
 from collections import Counter
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
+from dspark.files import exclusive
 from dspark.training.data.rows import DROPPED_FILE, SHARD_PATTERN, DataRow, DroppedRow
 
 ROWS_PER_SHARD = 4096
@@ -85,27 +87,29 @@ class RowStore:
         self._rows_per_shard = rows_per_shard
         self._synced_at = time.monotonic()
         self._shard_number, self._rows_in_shard = 0, 0
-        self._lock = self._take_lock()
-        try:
+        with ExitStack() as on_failure:
+            on_failure.enter_context(exclusive(directory))
             self._recover()
             self._dropped = _open_append(directory / DROPPED_FILE)
             self._shard = _open_append(self._shard_path())
-        except BaseException:
-            os.close(self._lock)
-            raise
+            self._lock = on_failure.pop_all()
 
     def append(self, row: DataRow | DroppedRow) -> None:
-        """Write a row as one line; every few seconds, wait until what was written is on the disk."""
-        if isinstance(row, DroppedRow):
-            _write_line(self._dropped, row.to_json())
-        else:
-            if self._rows_in_shard >= self._rows_per_shard:
-                os.fsync(self._shard)
-                os.close(self._shard)
-                self._shard_number, self._rows_in_shard = self._shard_number + 1, 0
-                self._shard = _open_append(self._shard_path())
-            _write_line(self._shard, row.to_json())
-            self._rows_in_shard += 1
+        """Write a row as one line. Raises OSError when the disk is full; the rows before it are kept."""
+        try:
+            if isinstance(row, DroppedRow):
+                _write_line(self._dropped, row.to_json())
+            else:
+                if self._rows_in_shard >= self._rows_per_shard:
+                    os.fsync(self._shard)
+                    self._shard_number, self._rows_in_shard = self._shard_number + 1, 0
+                    following = _open_append(self._shard_path())
+                    os.close(self._shard)
+                    self._shard = following
+                _write_line(self._shard, row.to_json())
+                self._rows_in_shard += 1
+        except OSError as error:
+            raise self._write_error(error) from error
         self.tally.add(row)
 
     def sync_if_due(self) -> bool:
@@ -116,9 +120,12 @@ class RowStore:
         return True
 
     def sync(self) -> None:
-        """Wait until everything written is on the disk."""
-        os.fsync(self._shard)
-        os.fsync(self._dropped)
+        """Wait until everything written is on the disk. Raises OSError when the disk is full."""
+        try:
+            os.fsync(self._shard)
+            os.fsync(self._dropped)
+        except OSError as error:
+            raise self._write_error(error) from error
         self._synced_at = time.monotonic()
 
     def recount(self) -> None:
@@ -128,9 +135,12 @@ class RowStore:
 
     def close(self) -> None:
         """Put everything on the disk and let another writer in."""
-        self.sync()
-        for descriptor in (self._shard, self._dropped, self._lock):
-            os.close(descriptor)
+        try:
+            self.sync()
+        finally:
+            os.close(self._shard)
+            os.close(self._dropped)
+            self._lock.close()
 
     def __enter__(self) -> Self:
         return self
@@ -139,18 +149,6 @@ class RowStore:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
-
-    def _take_lock(self) -> int:
-        self.directory.mkdir(parents=True, exist_ok=True)
-        lock = os.open(self.directory / ".lock", os.O_RDWR | os.O_CREAT, 0o644)
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
-            os.close(lock)
-            raise BlockingIOError(
-                f"another process is writing to {self.directory}; wait for it, stop it, or take another directory"
-            ) from None
-        return lock
 
     def _recover(self) -> None:
         shards = sorted(self.directory.glob(SHARD_PATTERN))
@@ -186,6 +184,15 @@ class RowStore:
             self.torn_lines += 1
         return count
 
+    def _write_error(self, error: OSError) -> OSError:
+        reason = error.strerror or str(error)
+        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+            reason += ": make room there"
+        return OSError(
+            f"{self.directory} could not be written ({reason}); its {self.tally.done} finished rows are kept, and the "
+            "same command goes on from there"
+        )
+
     def _shard_path(self) -> Path:
         return self.directory / f"rows-{self._shard_number:05d}.jsonl"
 
@@ -195,6 +202,12 @@ def _open_append(file: Path) -> int:
 
 
 def _write_line(descriptor: int, text: str) -> None:
+    """Append a line; when the disk has no room for all of it, take what was written of it away again."""
     content = f"{text}\n".encode()
-    while content:  # once, unless the disk is full or a signal cuts the call short
-        content = content[os.write(descriptor, content) :]
+    before = os.fstat(descriptor).st_size
+    try:
+        while content:  # once, unless the disk is full or a signal cuts the call short
+            content = content[os.write(descriptor, content) :]
+    except OSError:
+        os.ftruncate(descriptor, before)
+        raise

@@ -1,0 +1,95 @@
+"""A target's tokenizer and the few numbers of its config that making data needs: no weights are fetched or read."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import gguf
+from huggingface_hub import snapshot_download
+from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
+from transformers import AutoTokenizer, PreTrainedTokenizerBase
+
+from dspark.models.embedded import NAME as EMBEDDED_NAME
+from dspark.models.gguf_tokenizer import tokenizer_from_gguf
+from dspark.models.loading import _read_json, _resolve, _stop_token_ids
+
+_FILES = ["*.json", "*.jinja", "tokenizer.model", "merges.txt", "vocab.txt"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class TargetTokenizer:
+    """A target as far as its tokenizer goes.
+
+    Attributes:
+        name: what to call the target in output.
+        vocab_size: columns of its LM head.
+        max_length: tokens that its context holds.
+        stop_token_ids: tokens that end an answer (``eos_token_id`` of the generation config, config and tokenizer).
+    """
+
+    tokenizer: PreTrainedTokenizerBase
+    name: str
+    vocab_size: int
+    max_length: int
+    stop_token_ids: frozenset[int]
+
+
+def load_tokenizer(name_or_path: str) -> TargetTokenizer:
+    """Load the tokenizer of a target: ``embedded``, a directory, a ``.gguf`` file, or a hub name.
+
+    A directory needs no weights: ``config.json`` and the tokenizer's files are enough.
+
+    Raises:
+        ValueError: if a file cannot be used, naming the field.
+        OSError: if it cannot be found or fetched.
+    """
+    path = _fetch(name_or_path)
+    name = EMBEDDED_NAME if name_or_path == "embedded" else name_or_path
+    if path.is_file():
+        return _from_gguf(path, name)
+    raw = _read_json(path / "config.json")
+    raw = raw.get("text_config") or raw
+    missing = [key for key in ("vocab_size", "max_position_embeddings") if not isinstance(raw.get(key), int)]
+    if missing:
+        raise ValueError(f"{path / 'config.json'}: {missing[0]} must be a whole number")
+    tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=False)
+    generation = _read_json(path / "generation_config.json", required=False)
+    return TargetTokenizer(
+        tokenizer=tokenizer,
+        name=name,
+        vocab_size=raw["vocab_size"],
+        max_length=raw["max_position_embeddings"],
+        stop_token_ids=_stop_token_ids(raw, generation, tokenizer),
+    )
+
+
+def _fetch(name_or_path: str) -> Path:
+    local = name_or_path == "embedded" or Path(name_or_path).expanduser().exists()
+    if local or name_or_path.startswith((".", "/", "~")) or name_or_path.count("/") != 1:
+        return _resolve(name_or_path)
+    try:
+        return Path(snapshot_download(name_or_path, allow_patterns=_FILES))
+    except (HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
+        raise OSError(f"could not fetch the tokenizer of {name_or_path} from the Hugging Face hub: {error}") from error
+
+
+def _from_gguf(path: Path, name: str) -> TargetTokenizer:
+    try:
+        reader = gguf.GGUFReader(path)
+        metadata: dict[str, Any] = {key: field.contents() for key, field in reader.fields.items()}
+    except (ValueError, IndexError, KeyError) as error:
+        raise ValueError(f"{path} is not a readable GGUF file: {error}") from error
+    length = metadata.get(f"{metadata.get('general.architecture')}.context_length")
+    if not isinstance(length, int) or "tokenizer.ggml.tokens" not in metadata:
+        raise ValueError(f"{path}: the keys <architecture>.context_length and tokenizer.ggml.tokens must be there")
+    tokenizer = tokenizer_from_gguf(metadata, path)
+    raw = {"eos_token_id": metadata.get("tokenizer.ggml.eos_token_id")}
+    return TargetTokenizer(
+        tokenizer=tokenizer,
+        name=name,
+        vocab_size=len(metadata["tokenizer.ggml.tokens"]),
+        max_length=length,
+        stop_token_ids=_stop_token_ids(raw, {}, tokenizer),
+    )
