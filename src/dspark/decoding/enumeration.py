@@ -104,7 +104,7 @@ def output_law(
     def outcomes(prefix: Tokens, draft_tokens: Tokens) -> Mapping[Acceptance, float]:
         key = (prefix, draft_tokens)
         if key not in outcomes_of:
-            outcomes_of[key] = rule(_verified_block(target, drafting, prefix, draft_tokens))
+            outcomes_of[key] = rule(verified_block(target, drafting, prefix, draft_tokens))
         return outcomes_of[key]
 
     def continued(prefix: Tokens, wanted: int, past: tuple[DraftedRound, ...]) -> Iterable[tuple[Tokens, float]]:
@@ -113,7 +113,7 @@ def output_law(
         if num_rounds is not None and len(past) >= num_rounds:
             return autoregressive_law(target, prefix, wanted).items()
         law: dict[Tokens, float] = {}
-        for block, block_mass in _block_law(drafting, prefix).items():
+        for block, block_mass in block_law(drafting, prefix).items():
             length = verify_length(prefix, block, past)
             for acceptance, mass in outcomes(prefix, block[:length]).items():
                 emitted = (*block[: acceptance.num_accepted], acceptance.next_token)
@@ -300,7 +300,8 @@ def _bisected(
     return left_cuts + right_cuts, left_values[:-1] + right_values
 
 
-def _verified_block(target: TokenModel, drafting: Drafting, prefix: Tokens, draft_tokens: Tokens) -> VerifiedBlock:
+def verified_block(target: TokenModel, drafting: Drafting, prefix: Tokens, draft_tokens: Tokens) -> VerifiedBlock:
+    """What the acceptance rule sees when ``draft_tokens`` are verified after ``prefix``."""
     prefixes = [prefix + draft_tokens[:k] for k in range(len(draft_tokens) + 1)]
     num_columns = len(drafting.probs(prefix))
     draft_rows = [drafting.probs(row_prefix) for row_prefix in prefixes[:-1]]
@@ -312,7 +313,7 @@ def _verified_block(target: TokenModel, drafting: Drafting, prefix: Tokens, draf
     )
 
 
-def _block_law(drafting: Drafting, prefix: Tokens) -> dict[Tokens, float]:
+def block_law(drafting: Drafting, prefix: Tokens) -> dict[Tokens, float]:
     """Law of the whole drafted block."""
     draw = drafting.drawn_from or drafting.probs
     law: dict[Tokens, float] = {(): 1.0}

@@ -1,0 +1,55 @@
+"""How much of each draft is verified: survival, the prefix scheduler, policies, and what a step costs.
+
+Functions over numbers; nothing here draws, times or stores anything. A step of the engine, or of the simulator, is::
+
+    plan = policy.plan(batch, history.past, cost)                # before drafting, from the past alone
+    drafts = ...                                                 # draft plan.draft_lengths_R, if plan.drafts
+    lengths_R = policy.verify_lengths(plan, drafts, cost)        # sees confidences, no token
+    history = history.after(drafts)                              # with None if nothing was drafted
+    cost = cost.corrected(predicted, measured)                   # once the step has been timed
+"""
+
+from __future__ import annotations
+
+from dspark.scheduling.batch import Drafts, StepBatch, survival
+from dspark.scheduling.cost import DraftPoint, PrefillPoint, StepCost, StepSeconds, VerifyPoint
+from dspark.scheduling.curve import MeasuredCurve, measure_curve
+from dspark.scheduling.history import History, PastSurvivals
+from dspark.scheduling.policies import (
+    Delayed,
+    Fixed,
+    Immediate,
+    Off,
+    Policy,
+    StepPlan,
+    Threshold,
+    parse_policy,
+    predicted_seconds,
+)
+from dspark.scheduling.record import StepRecord, replayed_lengths
+
+__all__ = [
+    "Delayed",
+    "DraftPoint",
+    "Drafts",
+    "Fixed",
+    "History",
+    "Immediate",
+    "MeasuredCurve",
+    "Off",
+    "PastSurvivals",
+    "Policy",
+    "PrefillPoint",
+    "StepBatch",
+    "StepCost",
+    "StepPlan",
+    "StepRecord",
+    "StepSeconds",
+    "Threshold",
+    "VerifyPoint",
+    "measure_curve",
+    "parse_policy",
+    "predicted_seconds",
+    "replayed_lengths",
+    "survival",
+]

@@ -1,0 +1,152 @@
+"""What one step is about: the requests of its batch, and the confidences of what was drafted for them.
+
+Shapes: R requests that decode in this step, G positions of the longest block. Row r is request slot r; the order of the
+rows is fixed before anything is drafted, so it may break ties (SPEC "Hardware-aware prefix scheduler").
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+import numpy.typing as npt
+
+__all__ = ["Drafts", "FloatArray", "IntArray", "StepBatch", "survival"]
+
+IntArray = npt.NDArray[np.int64]
+FloatArray = npt.NDArray[np.float64]
+
+
+def survival(confidences_RG: npt.ArrayLike, lengths_R: npt.ArrayLike) -> FloatArray:
+    """``a_k = c_1 ... c_k``, the estimate that the first k draft tokens are accepted (section 3.2.2), [R, G].
+
+    Positions from a request's own length on are padding: 0, whatever ``confidences_RG`` holds there.
+
+    Raises:
+        ValueError: naming request and position, if a confidence is NaN or outside 0..1; shapes do not fit.
+    """
+    confidences, lengths = np.asarray(confidences_RG, np.float64), np.asarray(lengths_R, np.int64)
+    if confidences.ndim != 2 or lengths.shape != confidences.shape[:1]:
+        raise ValueError(f"confidences_RG {confidences.shape} and lengths_R {lengths.shape} do not fit: [R, G] and [R]")
+    if lengths.size and not 0 <= lengths.min() <= lengths.max() <= confidences.shape[1]:
+        raise ValueError(f"lengths_R has a length outside 0..{confidences.shape[1]}, the positions of confidences_RG")
+    is_drafted = np.arange(confidences.shape[1]) < lengths[:, None]
+    is_wrong = is_drafted & ~((confidences >= 0.0) & (confidences <= 1.0))  # NaN fails both
+    if is_wrong.any():
+        row, position = np.argwhere(is_wrong)[0]
+        raise ValueError(
+            f"confidences_RG[{row}, {position}] is {confidences[row, position]}, not a probability: "
+            "give calibrated confidences (0 to 1), not logits"
+        )
+    return np.where(is_drafted, np.cumprod(np.where(is_drafted, confidences, 0.0), axis=1), 0.0)
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class StepBatch:
+    """What is known of a step before anything is drafted.
+
+    Attributes:
+        step: number of the step, counted from 0 without gaps.
+        request_ids_R: a number for each decoding request that no other request ever gets (a cache slot is not one).
+        draftable_R: draft tokens each request can use in this step: the block size, or less near its end.
+        context_tokens: cached tokens of all requests of the step together.
+        prefill_tokens: prompt tokens that share the step's forward pass.
+        token_limit: tokens of the forward pass at most, prompt tokens included; None for no limit.
+    """
+
+    step: int
+    request_ids_R: IntArray
+    draftable_R: IntArray
+    context_tokens: int
+    prefill_tokens: int = 0
+    token_limit: int | None = None
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "request_ids_R", frozen_ints(self.request_ids_R))
+        object.__setattr__(self, "draftable_R", frozen_ints(self.draftable_R))
+        if self.draftable_R.shape != (self.num_requests,):
+            raise ValueError(f"draftable_R has shape {self.draftable_R.shape}; give one for each of request_ids_R")
+        if len(set(self.request_ids_R.tolist())) != self.num_requests:
+            raise ValueError("request_ids_R names a request twice; each request has one row")
+        if (self.draftable_R < 0).any():
+            raise ValueError(f"draftable_R must not be negative, got {int(self.draftable_R.min())}")
+        for name in ("step", "context_tokens", "prefill_tokens"):
+            if getattr(self, name) < 0:
+                raise ValueError(f"{name} must not be negative, got {getattr(self, name)}")
+        if self.token_limit is not None and self.token_limit < self.num_requests + self.prefill_tokens:
+            raise ValueError(
+                f"token_limit is {self.token_limit}, but {self.num_requests} anchors and {self.prefill_tokens} prompt "
+                "tokens must go through: give fewer prompt tokens or requests"
+            )
+
+    @property
+    def num_requests(self) -> int:
+        """R."""
+        return self.request_ids_R.size
+
+    def most_verified(self, num_drafted: int) -> int:
+        """Draft tokens that may be verified when ``num_drafted`` are there."""
+        if self.token_limit is None:
+            return num_drafted
+        return min(num_drafted, self.token_limit - self.num_requests - self.prefill_tokens)
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Drafts:
+    """How sure the drafter is of what it drafted in one step. The drafted tokens themselves are not in it.
+
+    Attributes:
+        step: of which step.
+        request_ids_R: whose row it is.
+        lengths_R: drafted tokens of each request; 0 for none.
+        confidences_RG: c_k of SPEC eq. 7, calibrated, each made without looking at x_k; None if the drafter has no
+            confidence head. What lies behind a request's length is ignored.
+    """
+
+    step: int
+    request_ids_R: IntArray
+    lengths_R: IntArray
+    confidences_RG: FloatArray | None
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "request_ids_R", frozen_ints(self.request_ids_R))
+        object.__setattr__(self, "lengths_R", frozen_ints(self.lengths_R))
+        if self.lengths_R.shape != self.request_ids_R.shape:
+            raise ValueError(f"lengths_R has shape {self.lengths_R.shape}; give one for each of request_ids_R")
+        if self.confidences_RG is not None:
+            object.__setattr__(self, "confidences_RG", frozen_floats(self.confidences_RG))
+            _ = self.survivals_RG  # refuses what is no probability
+
+    @cached_property
+    def survivals_RG(self) -> FloatArray:
+        """``survival`` of them.
+
+        Raises:
+            ValueError: there are no confidences.
+        """
+        if self.confidences_RG is None:
+            raise ValueError(
+                "confidences_RG is None: this policy needs a drafter with a confidence head; choose off or fixed, or "
+                "give the acceptance measured at each position in earlier steps as confidences"
+            )
+        return frozen_floats(survival(self.confidences_RG, self.lengths_R))
+
+    @property
+    def num_drafted(self) -> int:
+        """Draft tokens of all requests."""
+        return int(self.lengths_R.sum())
+
+
+def frozen_ints(values: npt.ArrayLike) -> IntArray:
+    """A read-only int64 copy."""
+    array = np.array(values, np.int64)
+    array.flags.writeable = False
+    return array
+
+
+def frozen_floats(values: npt.ArrayLike) -> FloatArray:
+    """A read-only float64 copy."""
+    array = np.array(values, np.float64)
+    array.flags.writeable = False
+    return array

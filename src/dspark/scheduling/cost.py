@@ -1,0 +1,256 @@
+"""What a step costs on this hardware: seconds of its parts, from measured points, corrected slowly while serving.
+
+SPS(B) of the paper is one over these seconds. ``dspark profile`` measures; here nothing is timed.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from dspark.scheduling.batch import FloatArray, IntArray
+from dspark.scheduling.curve import MeasuredCurve
+
+__all__ = ["DraftPoint", "PrefillPoint", "StepCost", "StepSeconds", "VerifyPoint"]
+
+_FORMAT = 1
+_RATE = 0.02
+"""Weight of one measured step in the correction: its half-life is 34 steps."""
+_OUTLIER = 2.0
+"""A single step counts as at most this factor off, so that a pause of the machine moves the correction by 1.4 %."""
+_BOUND = 2.0
+"""The correction never leaves 1/2..2: further off, the hardware is not what was profiled; profile again."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class VerifyPoint:
+    """A measured target step: ``tokens`` of ``requests`` that hold ``context_tokens`` cached tokens together."""
+
+    tokens: int
+    requests: int
+    context_tokens: int
+    seconds: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class DraftPoint:
+    """A measured draft of ``block_length`` tokens for each of ``requests``."""
+
+    requests: int
+    block_length: int
+    seconds: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class PrefillPoint:
+    """What ``tokens`` prompt tokens add to a decoding step, in seconds."""
+
+    tokens: int
+    seconds: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepSeconds:
+    """Seconds of a step, predicted or measured. ``verify`` is the target's pass, prompt tokens of the step included."""
+
+    draft: float
+    schedule: float
+    verify: float
+
+    @property
+    def total(self) -> float:
+        """Of the whole step."""
+        return self.draft + self.schedule + self.verify
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepCost:
+    """Seconds of draft, schedule, verify and prefill.
+
+    Attributes:
+        verify: over the tokens of a step, at no context and not counting requests.
+        seconds_per_request: what each request adds to a target step, beyond its tokens.
+        seconds_per_context_token: what each cached token adds to it.
+        draft: block length -> seconds over requests. Between measured lengths a straight line, from none at length 0;
+            beyond the longest it goes on in proportion to the length. A longer block never costs less.
+        prefill: what prompt tokens add to a step.
+        schedule_seconds: for choosing lengths, in a step that drafts.
+        verify_ratio: correction of everything the target does, 1 as profiled.
+        draft_ratio: correction of the draft.
+
+    Raises:
+        ValueError: naming the field.
+    """
+
+    verify: MeasuredCurve
+    seconds_per_request: float = 0.0
+    seconds_per_context_token: float = 0.0
+    draft: Mapping[int, MeasuredCurve]
+    prefill: MeasuredCurve
+    schedule_seconds: float = 0.0
+    verify_ratio: float = 1.0
+    draft_ratio: float = 1.0
+
+    def __post_init__(self) -> None:
+        if not self.draft or min(self.draft) < 1 or list(self.draft) != sorted(self.draft):
+            raise ValueError(f"draft has block lengths {list(self.draft)}: give at least one, increasing, from 1 token")
+        for name in ("seconds_per_request", "seconds_per_context_token", "schedule_seconds"):
+            value = getattr(self, name)
+            if not (math.isfinite(value) and value >= 0.0):
+                raise ValueError(f"{name} must be finite and not negative, got {value}")
+        for name in ("verify_ratio", "draft_ratio"):
+            if not 1.0 / _BOUND <= getattr(self, name) <= _BOUND:
+                raise ValueError(f"{name} must be in {1 / _BOUND}..{_BOUND}, got {getattr(self, name)}: profile again")
+
+    @classmethod
+    def fitted(
+        cls,
+        verify: Iterable[VerifyPoint],
+        draft: Iterable[DraftPoint],
+        prefill: Iterable[PrefillPoint],
+        *,
+        schedule_seconds: float = 0.0,
+    ) -> StepCost:
+        """The cost through measured points.
+
+        What requests and context add is fitted (least squares, not below 0) to the differences between points with the
+        same number of tokens, so it cannot take anything of the curve over tokens; then the curve is laid through what
+        is left. Points that differ in tokens alone are therefore kept exactly.
+        """
+        points = list(verify)
+        per_request, per_context_token = _slopes(points)
+        left_over = [
+            (p.tokens, p.seconds - per_request * p.requests - per_context_token * p.context_tokens) for p in points
+        ]
+        curves: dict[int, list[tuple[int, float]]] = {}
+        for draft_point in draft:
+            curves.setdefault(draft_point.block_length, []).append((draft_point.requests, draft_point.seconds))
+        return cls(
+            verify=MeasuredCurve.through(left_over),
+            seconds_per_request=per_request,
+            seconds_per_context_token=per_context_token,
+            draft={length: MeasuredCurve.through(curves[length]) for length in sorted(curves)},
+            prefill=MeasuredCurve.through((p.tokens, p.seconds) for p in prefill),
+            schedule_seconds=schedule_seconds,
+        )
+
+    def verify_seconds(
+        self, draft_tokens: npt.ArrayLike, *, requests: int, context_tokens: int, prefill_tokens: int = 0
+    ) -> FloatArray:
+        """Seconds of the target's pass over the anchors of ``requests`` and each of ``draft_tokens``.
+
+        Prompt tokens shift the place on the curve (``draft_tokens`` cost what they cost on top of them), but what they
+        cost alone is not in it: that is ``prefill_seconds``.
+        """
+        before = requests + prefill_tokens
+        base = self.verify(before + np.asarray(draft_tokens))
+        if prefill_tokens > 0:
+            base = base - self.verify(before) + self.verify(max(requests, 1))
+        extra = self.seconds_per_request * requests + self.seconds_per_context_token * context_tokens
+        return self.verify_ratio * (base + extra)
+
+    def prefill_seconds(self, tokens: int) -> float:
+        """Seconds that ``tokens`` prompt tokens add to a step."""
+        return self.verify_ratio * float(self.prefill(tokens)) if tokens > 0 else 0.0
+
+    def draft_seconds(self, requests: int, block_length: int) -> float:
+        """Seconds of drafting ``block_length`` tokens for each of ``requests``."""
+        if requests <= 0 or block_length <= 0:
+            return 0.0
+        lengths = [0, *self.draft]
+        at_lengths = np.maximum.accumulate([0.0, *(float(curve(requests)) for curve in self.draft.values())])
+        beyond = max(block_length / lengths[-1], 1.0)
+        return self.draft_ratio * float(np.interp(block_length, lengths, at_lengths)) * beyond
+
+    def drafting_seconds(self, draft_lengths_R: IntArray) -> float:
+        """Seconds of draft and schedule for blocks of these lengths; 0 if nothing is drafted."""
+        requests = int(np.count_nonzero(draft_lengths_R))
+        if requests == 0:
+            return 0.0
+        return self.draft_seconds(requests, int(draft_lengths_R.max())) + self.schedule_seconds
+
+    def corrected(self, predicted: StepSeconds, measured: StepSeconds) -> StepCost:
+        """The cost after one more measured step: an average of the logarithm of the ratio, slow and within bounds."""
+        return replace(
+            self,
+            verify_ratio=_moved(self.verify_ratio, predicted.verify, measured.verify),
+            draft_ratio=_moved(self.draft_ratio, predicted.draft, measured.draft),
+        )
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain numbers, lists and dicts, for JSON."""
+        return {
+            "format": _FORMAT,
+            "verify": _curve_dict(self.verify),
+            "seconds_per_request": self.seconds_per_request,
+            "seconds_per_context_token": self.seconds_per_context_token,
+            "draft": {str(length): _curve_dict(curve) for length, curve in self.draft.items()},
+            "prefill": _curve_dict(self.prefill),
+            "schedule_seconds": self.schedule_seconds,
+            "verify_ratio": self.verify_ratio,
+            "draft_ratio": self.draft_ratio,
+        }
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> StepCost:
+        """What ``as_dict`` gave.
+
+        Raises:
+            ValueError: it is of another format, or a field is missing or wrong.
+        """
+        if values.get("format") != _FORMAT:
+            raise ValueError(f"cost format is {values.get('format')}, this version reads {_FORMAT}: profile again")
+        names = ("seconds_per_request", "seconds_per_context_token", "schedule_seconds", "verify_ratio", "draft_ratio")
+        missing = {"verify", "draft", "prefill", *names} - values.keys()
+        if missing:
+            raise ValueError(f"cost lacks {', '.join(sorted(missing))}: profile again")
+        draft = {int(length): _curve(curve, "draft") for length, curve in values["draft"].items()}
+        return cls(
+            verify=_curve(values["verify"], "verify"),
+            draft=dict(sorted(draft.items())),
+            prefill=_curve(values["prefill"], "prefill"),
+            **{name: float(values[name]) for name in names},
+        )
+
+
+def _slopes(points: list[VerifyPoint]) -> tuple[float, float]:
+    """Seconds for each request and each context token, from points with equal tokens; 0 where nothing differs."""
+    tokens = np.array([point.tokens for point in points])
+    features = np.array([[point.requests, point.context_tokens] for point in points], np.float64).reshape(-1, 2)
+    seconds = np.array([point.seconds for point in points])
+    for size in np.unique(tokens):
+        is_size = tokens == size
+        features[is_size] -= features[is_size].mean(axis=0)
+        seconds[is_size] -= seconds[is_size].mean()
+    scale = np.abs(features).max(axis=0, initial=0.0)
+    used = [column for column in range(2) if scale[column] > 0]
+    while used:
+        slopes = np.linalg.lstsq(features[:, used] / scale[used], seconds, rcond=None)[0] / scale[used]
+        if (slopes >= 0).all():
+            found = dict(zip(used, slopes.tolist(), strict=True))
+            return found.get(0, 0.0), found.get(1, 0.0)
+        used.pop(int(slopes.argmin()))
+    return 0.0, 0.0
+
+
+def _moved(ratio: float, predicted: float, measured: float) -> float:
+    if not (predicted > 0.0 and measured > 0.0 and math.isfinite(measured)):
+        return ratio  # the part was not in this step
+    off = math.log(min(max(measured / predicted, 1.0 / _OUTLIER), _OUTLIER))
+    return min(max(ratio * math.exp(_RATE * off), 1.0 / _BOUND), _BOUND)
+
+
+def _curve_dict(curve: MeasuredCurve) -> dict[str, Any]:
+    return {"sizes": list(curve.sizes), "seconds": list(curve.seconds)}
+
+
+def _curve(values: Mapping[str, Any], name: str) -> MeasuredCurve:
+    try:
+        return MeasuredCurve(sizes=tuple(values["sizes"]), seconds=tuple(values["seconds"]))
+    except (KeyError, TypeError, ValueError) as error:
+        raise ValueError(f"cost field {name} is no measured curve: {error}") from error

@@ -1,0 +1,106 @@
+"""Survivals of earlier steps: all that a decision made before drafting may look at (section 5.2).
+
+A ``PastSurvivals`` is made in the step it tells of. ``History`` gives it out two steps later, so the budget of a step
+can be settled while the step before it still runs, and cannot depend on any token of the step itself.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from dspark.scheduling.batch import Drafts, FloatArray, IntArray, StepBatch, frozen_floats, frozen_ints
+
+__all__ = ["DELAY_STEPS", "History", "PastSurvivals"]
+
+DELAY_STEPS = 2
+"""A budget comes from confidences at least this many steps older (section 5.2)."""
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class PastSurvivals:
+    """Survivals of a step that is over.
+
+    Attributes:
+        step: in which they were made.
+        request_ids_R: whose row it is.
+        lengths_R: drafted tokens of each request.
+        survivals_RG: a_k; 0 behind a request's length.
+    """
+
+    step: int
+    request_ids_R: IntArray
+    lengths_R: IntArray
+    survivals_RG: FloatArray
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "request_ids_R", frozen_ints(self.request_ids_R))
+        object.__setattr__(self, "lengths_R", frozen_ints(self.lengths_R))
+        object.__setattr__(self, "survivals_RG", frozen_floats(self.survivals_RG))
+
+    def age(self, batch: StepBatch) -> int:
+        """Steps from these survivals to ``batch``.
+
+        Raises:
+            ValueError: fewer than ``DELAY_STEPS``.
+        """
+        age = batch.step - self.step
+        if age < DELAY_STEPS:
+            raise ValueError(
+                f"survivals of step {self.step} must not decide about step {batch.step}: "
+                f"they have to be {DELAY_STEPS} steps old (use History.past)"
+            )
+        return age
+
+    def expected_for(self, batch: StepBatch) -> FloatArray:
+        """Survivals [R, G] to expect for the requests of a later step, 0 behind ``batch.draftable_R``.
+
+        A request that was there keeps its own; one that joined since gets the mean of the others at each position, and
+        so does a position that the request had not drafted. What no request had drafted is expected to fail (0).
+        """
+        width = int(batch.draftable_R.max(initial=0))
+        known_OG = _columns(self.survivals_RG, width)
+        is_known_OG = np.arange(width) < self.lengths_R[:, None]
+        mean_G = (known_OG * is_known_OG).sum(axis=0) / np.maximum(is_known_OG.sum(axis=0), 1)
+        by_id = np.argsort(self.request_ids_R)
+        place_R = np.searchsorted(self.request_ids_R, batch.request_ids_R, sorter=by_id)
+        row_R = by_id[np.minimum(place_R, by_id.size - 1)]
+        was_there_R = self.request_ids_R[row_R] == batch.request_ids_R
+        own_RG = was_there_R[:, None] & is_known_OG[row_R]
+        expected_RG = np.minimum.accumulate(np.where(own_RG, known_OG[row_R], mean_G), axis=1)
+        return np.where(np.arange(width) < batch.draftable_R[:, None], expected_RG, 0.0)
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class History:
+    """The survivals between two steps.
+
+    Attributes:
+        past: the newest that are ``DELAY_STEPS`` old when the next step begins, if there are any. They stay while
+            nothing is drafted.
+        last: those of the step that has just ended, which no decision sees yet.
+    """
+
+    past: PastSurvivals | None = None
+    last: PastSurvivals | None = None
+
+    def after(self, drafts: Drafts | None) -> History:
+        """The history once a step with these drafts is over; None (or drafts without confidences) if none were made."""
+        made = None
+        if drafts is not None and drafts.confidences_RG is not None and drafts.num_drafted > 0:
+            made = PastSurvivals(
+                step=drafts.step,
+                request_ids_R=drafts.request_ids_R,
+                lengths_R=drafts.lengths_R,
+                survivals_RG=drafts.survivals_RG,
+            )
+        return History(past=self.last or self.past, last=made)
+
+
+def _columns(values_RG: FloatArray, width: int) -> FloatArray:
+    """The first ``width`` columns, filled up with 0."""
+    columns_RG = np.zeros((values_RG.shape[0], width))
+    kept = min(width, values_RG.shape[1])
+    columns_RG[:, :kept] = values_RG[:, :kept]
+    return columns_RG

@@ -1,0 +1,305 @@
+"""The policies: whether a step drafts, and how much of the drafts it verifies.
+
+A policy decides twice. ``plan`` comes before drafting and sees the batch, survivals of at least two steps ago and the
+cost: nothing of the step's drafts exists yet. ``verify_lengths`` comes after drafting and sees how sure the drafter is,
+never a drafted token. Both are functions of their arguments, so a recorded step can be replayed.
+
+=========== ============== ======================================= ==================================================
+policy      drafts         verifies                                source
+=========== ============== ======================================= ==================================================
+off         never          nothing                                 the baseline
+fixed:k     always k       everything                              the usual static length
+threshold:c always         up to the first c_k below c             the static threshold of section 4
+immediate   if it pays     K by Algorithm 1, current survivals     section 3.2.2
+delayed     if it pays     K by the global maximum, survivals of   section 5.2
+                           two steps ago; the current ones rank
+=========== ============== ======================================= ==================================================
+
+All keep the output distribution under every acceptance rule (tests/properties/test_scheduling.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Literal, Protocol
+
+import numpy as np
+
+from dspark.scheduling.admission import (
+    first_stop,
+    global_maximum,
+    ranked_survivals,
+    throughput,
+    verify_lengths,
+)
+from dspark.scheduling.batch import Drafts, FloatArray, IntArray, StepBatch, frozen_ints
+from dspark.scheduling.cost import StepCost, StepSeconds
+from dspark.scheduling.history import PastSurvivals
+
+__all__ = [
+    "POLICIES",
+    "Delayed",
+    "Fixed",
+    "Immediate",
+    "Off",
+    "Policy",
+    "StepPlan",
+    "Threshold",
+    "Why",
+    "parse_policy",
+    "predicted_seconds",
+]
+
+Why = Literal["always", "pays", "no history", "probe", "parked", "nothing to draft"]
+"""Why a step drafts or not: always (or never), by policy; it pays, by the survivals of the past; no survivals are known
+yet; it does not pay but is tried again; it does not pay; no request can use a draft."""
+
+Stop = Callable[[FloatArray], int]
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class StepPlan:
+    """What is settled before drafting.
+
+    Attributes:
+        batch: the step.
+        draft_lengths_R: tokens to draft for each request.
+        budget: draft tokens to verify at most, if settled already (delayed); None if the current survivals say.
+        why: it drafts or does not.
+    """
+
+    batch: StepBatch
+    draft_lengths_R: IntArray
+    budget: int | None = None
+    why: Why
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "draft_lengths_R", frozen_ints(self.draft_lengths_R))
+
+    @property
+    def drafts(self) -> bool:
+        """Whether the drafter runs."""
+        return bool(self.draft_lengths_R.any())
+
+
+class Policy(Protocol):
+    """Decides about a step, before and after drafting."""
+
+    @property
+    def name(self) -> str:
+        """As ``parse_policy`` reads it."""
+        ...
+
+    def plan(self, batch: StepBatch, past: PastSurvivals | None, cost: StepCost) -> StepPlan:
+        """Whether and how long to draft, from the past alone (``History.past``)."""
+        ...
+
+    def verify_lengths(self, plan: StepPlan, drafts: Drafts, cost: StepCost) -> IntArray:
+        """Draft tokens of each request to verify, [R]."""
+        ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class Off:
+    """No speculation."""
+
+    name: str = field(default="off", init=False)
+
+    def plan(self, batch: StepBatch, past: PastSurvivals | None, cost: StepCost) -> StepPlan:
+        """Drafts nothing."""
+        return StepPlan(batch=batch, draft_lengths_R=np.zeros_like(batch.draftable_R), why="always")
+
+    def verify_lengths(self, plan: StepPlan, drafts: Drafts, cost: StepCost) -> IntArray:
+        """Nothing."""
+        return np.zeros_like(plan.draft_lengths_R)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Fixed:
+    """Draft and verify ``length`` tokens of every request, as far as it can use them and the token limit lets."""
+
+    length: int
+
+    def __post_init__(self) -> None:
+        if self.length < 0:
+            raise ValueError(f"length of policy fixed must not be negative, got {self.length}")
+
+    @property
+    def name(self) -> str:
+        """``fixed:k``."""
+        return f"fixed:{self.length}"
+
+    def plan(self, batch: StepBatch, past: PastSurvivals | None, cost: StepCost) -> StepPlan:
+        """Always drafts."""
+        return StepPlan(batch=batch, draft_lengths_R=np.minimum(batch.draftable_R, self.length), why="always")
+
+    def verify_lengths(self, plan: StepPlan, drafts: Drafts, cost: StepCost) -> IntArray:
+        """All; under a token limit by position, then request slot. Needs no confidences."""
+        _check(plan, drafts)
+        alike_RG = np.ones((drafts.lengths_R.size, int(drafts.lengths_R.max(initial=0))))
+        return verify_lengths(alike_RG, drafts.lengths_R, plan.batch.most_verified(drafts.num_drafted))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Threshold:
+    """Verify a draft up to its first token whose confidence is below ``confidence`` (section 4), whatever the load."""
+
+    confidence: float
+
+    def __post_init__(self) -> None:
+        if not 0.0 <= self.confidence <= 1.0:
+            raise ValueError(f"confidence of policy threshold must be a probability, 0 to 1, got {self.confidence}")
+
+    @property
+    def name(self) -> str:
+        """``threshold:c``."""
+        return f"threshold:{self.confidence:g}"
+
+    def plan(self, batch: StepBatch, past: PastSurvivals | None, cost: StepCost) -> StepPlan:
+        """Always drafts."""
+        return StepPlan(batch=batch, draft_lengths_R=batch.draftable_R, why="always")
+
+    def verify_lengths(self, plan: StepPlan, drafts: Drafts, cost: StepCost) -> IntArray:
+        """Up to the first below; under a token limit the largest survivals of these."""
+        _check(plan, drafts)
+        survivals_RG, confidences_RG = drafts.survivals_RG, drafts.confidences_RG
+        assert confidences_RG is not None  # survivals_RG has refused that
+        is_sure_RG = np.logical_and.accumulate(confidences_RG >= self.confidence, axis=1)
+        lengths_R = np.minimum(is_sure_RG.sum(axis=1), drafts.lengths_R)
+        return verify_lengths(survivals_RG, lengths_R, plan.batch.most_verified(int(lengths_R.sum())))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Immediate:
+    """Algorithm 1: by current survivals, stopping at the first admission that does not raise Theta.
+
+    Attributes:
+        probe_every_steps: where drafting does not pay, it is tried again each time the last survivals have become this
+            many steps older.
+    """
+
+    probe_every_steps: int = 128
+    name: str = field(default="immediate", init=False)
+
+    def __post_init__(self) -> None:
+        _check_probing(self.probe_every_steps)
+
+    def plan(self, batch: StepBatch, past: PastSurvivals | None, cost: StepCost) -> StepPlan:
+        """Drafts if Algorithm 1 on past survivals would beat not drafting; settles no budget."""
+        plan = _plan(batch, past, cost, first_stop, self.probe_every_steps)
+        return StepPlan(batch=batch, draft_lengths_R=plan.draft_lengths_R, why=plan.why)
+
+    def verify_lengths(self, plan: StepPlan, drafts: Drafts, cost: StepCost) -> IntArray:
+        """By Algorithm 1."""
+        _check(plan, drafts)
+        theta_K = _theta(drafts.survivals_RG, drafts.lengths_R, plan.batch, cost)
+        return verify_lengths(drafts.survivals_RG, drafts.lengths_R, first_stop(theta_K))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Delayed:
+    """Section 5.2: as many as was best two steps ago, on any cost curve; the current survivals say which.
+
+    While no survivals of two steps ago are known (the first two drafting steps), it goes by Algorithm 1;
+    ``StepPlan.why`` is then ``no history``.
+
+    Attributes:
+        probe_every_steps: as of ``Immediate``.
+    """
+
+    probe_every_steps: int = 128
+    name: str = field(default="delayed", init=False)
+
+    def __post_init__(self) -> None:
+        _check_probing(self.probe_every_steps)
+
+    def plan(self, batch: StepBatch, past: PastSurvivals | None, cost: StepCost) -> StepPlan:
+        """Settles the budget K; drafts if it beats not drafting."""
+        return _plan(batch, past, cost, global_maximum, self.probe_every_steps)
+
+    def verify_lengths(self, plan: StepPlan, drafts: Drafts, cost: StepCost) -> IntArray:
+        """The K largest current survivals."""
+        _check(plan, drafts)
+        budget = plan.budget
+        if budget is None:
+            budget = first_stop(_theta(drafts.survivals_RG, drafts.lengths_R, plan.batch, cost))
+        return verify_lengths(drafts.survivals_RG, drafts.lengths_R, min(budget, drafts.num_drafted))
+
+
+def _plan(batch: StepBatch, past: PastSurvivals | None, cost: StepCost, stop: Stop, probe_every_steps: int) -> StepPlan:
+    """Draft if max Theta with the draft's cost, on past survivals, is above Theta of a step without draft."""
+    age_steps = past.age(batch) if past is not None else 0
+    lengths_R, none_R = batch.draftable_R, np.zeros_like(batch.draftable_R)
+    if not lengths_R.any():
+        return StepPlan(batch=batch, draft_lengths_R=none_R, why="nothing to draft")
+    if past is None:
+        return StepPlan(batch=batch, draft_lengths_R=lengths_R, why="no history")
+    theta_K = _theta(past.expected_for(batch), lengths_R, batch, cost)
+    budget = stop(theta_K)
+    without_draft = throughput(np.empty(0), batch, none_R, cost)[0]
+    if theta_K[budget] > without_draft:
+        return StepPlan(batch=batch, draft_lengths_R=lengths_R, budget=budget, why="pays")
+    if age_steps % probe_every_steps == 0:
+        return StepPlan(batch=batch, draft_lengths_R=lengths_R, budget=budget, why="probe")
+    return StepPlan(batch=batch, draft_lengths_R=none_R, why="parked")
+
+
+def _theta(survivals_RG: FloatArray, lengths_R: IntArray, batch: StepBatch, cost: StepCost) -> FloatArray:
+    """Theta(K) of a step that drafts ``lengths_R``, for as many K as the token limit lets."""
+    ranked_N = ranked_survivals(survivals_RG, lengths_R)
+    return throughput(ranked_N[: batch.most_verified(ranked_N.size)], batch, lengths_R, cost)
+
+
+def predicted_seconds(plan: StepPlan, num_verified: int, cost: StepCost) -> StepSeconds:
+    """Seconds of the planned step with ``num_verified`` draft tokens, prompt tokens included."""
+    batch = plan.batch
+    verify = cost.verify_seconds(
+        num_verified,
+        requests=batch.num_requests,
+        context_tokens=batch.context_tokens,
+        prefill_tokens=batch.prefill_tokens,
+    )
+    return StepSeconds(
+        draft=cost.draft_seconds(int(np.count_nonzero(plan.draft_lengths_R)), int(plan.draft_lengths_R.max(initial=0))),
+        schedule=cost.schedule_seconds if plan.drafts else 0.0,
+        verify=float(verify) + cost.prefill_seconds(batch.prefill_tokens),
+    )
+
+
+def _check(plan: StepPlan, drafts: Drafts) -> None:
+    if drafts.step != plan.batch.step or not np.array_equal(drafts.request_ids_R, plan.batch.request_ids_R):
+        raise ValueError(f"drafts of step {drafts.step} are not those of the planned step {plan.batch.step}")
+    if (drafts.lengths_R > plan.draft_lengths_R).any():
+        raise ValueError("drafts are longer than planned: lengths_R must not exceed draft_lengths_R of the plan")
+
+
+def _check_probing(probe_every_steps: int) -> None:
+    if probe_every_steps < 1:
+        raise ValueError(f"probe_every_steps must be at least 1, got {probe_every_steps}")
+
+
+POLICIES: Mapping[str, Callable[[str], Policy]] = {
+    "off": lambda argument: Off(),
+    "fixed": lambda argument: Fixed(length=int(argument)),
+    "threshold": lambda argument: Threshold(confidence=float(argument)),
+    "immediate": lambda argument: Immediate(),
+    "delayed": lambda argument: Delayed(),
+}
+"""Name -> policy, from what follows the name's colon."""
+
+
+def parse_policy(text: str) -> Policy:
+    """The policy that ``off``, ``fixed:4``, ``threshold:0.6``, ``immediate`` or ``delayed`` names.
+
+    Raises:
+        ValueError: it names none, its number is missing, wrong or too much.
+    """
+    name, colon, argument = text.partition(":")
+    takes_number = name in ("fixed", "threshold")
+    if name not in POLICIES or takes_number is not bool(colon):
+        raise ValueError(f"policy {text!r} is unknown: off, fixed:K, threshold:C, immediate or delayed")
+    try:
+        return POLICIES[name](argument)
+    except ValueError as error:
+        raise ValueError(f"policy {text!r}: {error}") from error

@@ -1,0 +1,50 @@
+"""Survivals come out two steps later, fitted to the requests that are there then."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from dspark.scheduling import Drafts, History
+from tests.scheduling.tiny import batch_of, drafts_of, past_of
+
+
+def test_survivals_are_given_out_two_steps_later() -> None:
+    history, given_out = History(), []
+    for step in range(5):
+        given_out.append(None if history.past is None else history.past.step)
+        history = history.after(drafts_of([[0.5]], step=step))
+    assert given_out == [None, None, 0, 1, 2]
+
+
+def test_they_stay_while_nothing_is_drafted() -> None:
+    history = History().after(drafts_of([[0.5]], step=0)).after(drafts_of([[0.6]], step=1))
+    empty = drafts_of([[]], step=3)
+    without_head = Drafts(step=4, request_ids_R=np.array([0]), lengths_R=np.array([1]), confidences_RG=None)
+    for drafts in (None, empty, without_head, None):
+        history = history.after(drafts)
+        assert history.past is not None
+        assert history.past.step == 1
+
+
+def test_newer_survivals_than_two_steps_are_refused() -> None:
+    past = past_of([[0.5]], step=5)
+    assert past.age(batch_of([1], step=7)) == 2
+    for step in (5, 6):
+        with pytest.raises(ValueError, match="2 steps old"):
+            past.age(batch_of([1], step=step))
+
+
+def test_requests_that_stayed_left_and_joined() -> None:
+    """7 stayed and has its own; 3 left; 9 joined and gets the mean; 8 had drafted less than it can use now."""
+    past = past_of([[0.9, 0.5, 1.0], [0.5], [0.1, 1.0, 1.0]], ids=[7, 8, 3])
+    expected = past.expected_for(batch_of([2, 3, 3], ids=[9, 7, 8]))
+    mean = [1.5 / 3, 0.55 / 2, 0.55 / 2]
+    np.testing.assert_allclose(expected, [[*mean[:2], 0.0], [0.9, 0.45, 0.45], [0.5, *mean[1:]]])
+
+
+def test_expected_survivals_never_rise_and_unknown_positions_fail() -> None:
+    past = past_of([[0.2], [0.9, 1.0]], ids=[0, 1])
+    expected = past.expected_for(batch_of([4, 4, 4], ids=[0, 1, 2]))
+    np.testing.assert_allclose(expected, [[0.2, 0.2, 0, 0], [0.9, 0.9, 0, 0], [0.55, 0.55, 0, 0]])
+    assert past.expected_for(batch_of([0, 0], ids=[1, 5])).shape == (2, 0)
