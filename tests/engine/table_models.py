@@ -93,6 +93,8 @@ class TableDrafter:
         self.tap_layers = (0,)
         self.draft_vocab_size = table_SD.shape[1]
         self.draft_token_ids_D = draft_token_ids_D
+        self.has_confidence_head = False
+        self.calibration = None
 
     def new_cache(self, num_slots: int, max_length: int) -> DrafterCache:
         return DrafterCache(

@@ -80,6 +80,8 @@ class Watched:
         self.tap_layers = drafter.tap_layers
         self.draft_vocab_size = drafter.draft_vocab_size
         self.draft_token_ids_D = drafter.draft_token_ids_D
+        self.has_confidence_head = drafter.has_confidence_head
+        self.calibration = drafter.calibration
         self.texts: list[list[int]] = []
         self._tokens: list[int] = []
 

@@ -34,6 +34,8 @@ COMMANDS = {
     "generate": "Answer a prompt with the target, sped up by a drafter.",
     "data": "Regenerate training data: prompts answered by the target itself.",
     "train": "Train a drafter for a target on regenerated data.",
+    "calibrate": "Make a drafter's confidences probabilities, and show how true they are.",
+    "eval": "Measure drafters on prompts: accepted length, acceptance, speed-up, with a report.",
 }
 
 

@@ -23,11 +23,13 @@ class Models:
     drafter_name: str
 
 
-def open_models(*, target: str, drafter: str | None, speculation: bool, dtype: str, device: str) -> Models:
-    """Load the target and the drafter that goes with it.
+def open_models(
+    *, target: str, drafter: str | None, speculation: bool, dtype: str, device: str, calibrated: bool = True
+) -> Models:
+    """Load the target and the drafter that goes with it, and say on stderr what calibration the drafter has.
 
-    ``drafter`` None means ours for the embedded target. Raises ValueError when another target comes without one,
-    before anything is loaded.
+    ``drafter`` None means ours for the embedded target; without ``calibrated`` its confidences are raw. Raises
+    ValueError when another target comes without one, before anything is loaded.
     """
     name = _drafter_name(target, drafter) if speculation else NO_DRAFTER
     loaded = open_target(target, dtype=dtype, device=device)
@@ -36,7 +38,9 @@ def open_models(*, target: str, drafter: str | None, speculation: bool, dtype: s
 
     from dspark.drafters.checkpoint import load_drafter
 
-    opened = load_drafter(name, loaded.model, device=loaded.model.device)
+    opened = load_drafter(name, loaded.model, device=loaded.model.device, calibrated=calibrated)
+    if opened.calibration is not None:
+        print(f"dspark: {_calibration_notice(name, loaded)}", file=sys.stderr)
     return Models(target=loaded, drafter=opened, drafter_name=name)
 
 
@@ -48,6 +52,24 @@ def open_target(name: str, *, dtype: str, device: str) -> LoadedTarget:
     for notice in loaded.notices:
         print(f"dspark: {notice}", file=sys.stderr)
     return loaded
+
+
+def _calibration_notice(drafter: str, target: LoadedTarget) -> str:
+    """What the drafter's calibration was fitted for, and whether that is what it is used for."""
+    from dspark.drafters.checkpoint import read_drafter_calibration
+
+    file = read_drafter_calibration(drafter)
+    assert file is not None, "the drafter was loaded with it"
+    regimes = [f"{regime:g}" for regime in sorted(file.calibration.by_sampling_temperature)]
+    text = f"confidences of the drafter are calibrated{f' ({file.date})' if file.date else ''}"
+    if regimes:
+        text += f", for sampling temperatures {', '.join(regimes)}"
+    fitted = file.target
+    if fitted.get("fingerprint") not in (None, target.model.fingerprint):
+        text += "; they were fitted with another target, so run `dspark calibrate` for this one"
+    elif fitted.get("dtype") not in (None, target.model.compute_dtype):
+        text += f"; they were fitted with the target in {fitted['dtype']}, and it runs in {target.model.compute_dtype}"
+    return text
 
 
 def _drafter_name(target: str, drafter: str | None) -> str:

@@ -12,6 +12,12 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
+from dspark.drafters.calibration_file import (
+    CALIBRATION_FILE,
+    CalibrationFile,
+    attached_calibration,
+    read_calibration,
+)
 from dspark.drafters.config_common import DrafterConfig
 from dspark.drafters.initialization import check_target, vocabulary_maps
 from dspark.drafters.protocol import DraftTarget
@@ -30,8 +36,9 @@ def load_drafter(
     *,
     device: str | torch.device = "cpu",
     dtype: torch.dtype | None = None,
+    calibrated: bool = True,
 ) -> TrainableDrafter:
-    """Load a drafter of any kind from ``config.json`` and ``model.safetensors``.
+    """Load a drafter of any kind from ``config.json`` and ``model.safetensors``, with its calibration if it has one.
 
     Args:
         name_or_directory: ``embedded``, the drafter for the embedded target that ships with the package, or a
@@ -41,6 +48,8 @@ def load_drafter(
         device: Where to put the parameters.
         dtype: Floating-point type to run in; by default the one of the file. Drafts need no precision, and a small
             type keeps them fast, also beside a target in float32.
+        calibrated: Whether to attach ``calibration.json``; without it, as for training and for fitting a new one,
+            confidences are raw.
 
     Raises:
         ValueError: naming the file and the field or tensor that is missing, unknown, of the wrong shape, or at odds
@@ -48,7 +57,7 @@ def load_drafter(
     """
     if name_or_directory == "embedded":
         with as_file(files("dspark").joinpath(_EMBEDDED_DIRECTORY)) as embedded:
-            return load_drafter(embedded, target, device=device, dtype=dtype)
+            return load_drafter(embedded, target, device=device, dtype=dtype, calibrated=calibrated)
     directory = Path(name_or_directory)
     config = read_config(directory / CONFIG_FILE)
     if target is not None:
@@ -70,7 +79,27 @@ def load_drafter(
     drafter.load_state_dict(tensors, assign=True)
     drafter.embed_tokens.requires_grad_(False)
     drafter.lm_head.requires_grad_(False)
+    if calibrated:
+        drafter.calibration = attached_calibration(
+            directory, drafter, block_size=config.block_size, confident=drafter.has_confidence_head
+        )
     return drafter
+
+
+def read_drafter_calibration(name_or_directory: str | Path) -> CalibrationFile | None:
+    """What a drafter's calibration file says of itself; None where there is none.
+
+    Raises:
+        ValueError: naming the file and the field that cannot be used.
+    """
+    if name_or_directory == "embedded":
+        with as_file(files("dspark").joinpath(_EMBEDDED_DIRECTORY)) as embedded:
+            return read_drafter_calibration(embedded)
+    directory = Path(name_or_directory)
+    path = directory / CALIBRATION_FILE
+    if not path.exists():
+        return None
+    return read_calibration(path, block_size=read_config(directory / CONFIG_FILE).block_size)
 
 
 def save_drafter(

@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from dspark.calibration.calibration import Calibration
 from dspark.drafters.backbone import DraftLayer, FusedWeights
 from dspark.drafters.cache import (
     BlockPlan,
@@ -46,6 +47,7 @@ class DSparkDrafter(nn.Module):
     lm_head: nn.Linear
     d2t: Tensor
     t2d: Tensor
+    calibration: Calibration | None = None
 
     def __init__(self, config: DSparkConfig) -> None:
         super().__init__()

@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from dspark.calibration.calibration import Calibration
 from dspark.drafters.cache import DrafterCache
 from dspark.drafters.eagle3_config import Eagle3Config
 from dspark.drafters.initialization import draft_token_ids, register_target_parts, start_from_target
@@ -31,6 +32,7 @@ class Eagle3Drafter(nn.Module):
     lm_head: nn.Linear
     d2t: Tensor
     t2d: Tensor
+    calibration: Calibration | None = None
 
     def __init__(self, config: Eagle3Config) -> None:
         super().__init__()

@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from dspark.calibration.calibration import Calibration
 from dspark.drafters.cache import DrafterCache
 from dspark.drafters.initialization import draft_token_ids, register_target_parts, start_from_target
 from dspark.drafters.layers import RopeTables, rms_norm
@@ -30,6 +31,7 @@ class MtpDrafter(nn.Module):
     lm_head: nn.Linear
     d2t: Tensor
     t2d: Tensor
+    calibration: Calibration | None = None
 
     def __init__(self, config: MtpConfig) -> None:
         super().__init__()

@@ -9,6 +9,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from dspark.calibration.calibration import Calibration
 from dspark.drafters.cache import DrafterCache
 from dspark.types import Segment
 
@@ -57,6 +58,16 @@ class Drafter(Protocol):
     @property
     def draft_token_ids_D(self) -> Tensor | None:
         """Target id of every draft column; None where the draft vocabulary is the target's."""
+        ...
+
+    @property
+    def has_confidence_head(self) -> bool:
+        """Whether blocks carry confidence logits."""
+        ...
+
+    @property
+    def calibration(self) -> Calibration | None:
+        """What makes probabilities of the confidence logits; None where none was fitted."""
         ...
 
     def new_cache(self, num_slots: int, max_length: int) -> DrafterCache:

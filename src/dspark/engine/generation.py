@@ -9,10 +9,12 @@ from dataclasses import replace
 import torch
 from transformers import PreTrainedTokenizerBase
 
+from dspark.calibration.calibration import NO_CALIBRATION
 from dspark.decoding import SamplingSettings
 from dspark.drafters.protocol import DraftBlock, Drafter
 from dspark.engine.result import GenerationResult, RoundEvent
 from dspark.engine.sampling import request_sampling
+from dspark.engine.speculation import SpeculationSettings
 from dspark.engine.text import IncrementalText
 from dspark.models.target import Target
 from dspark.types import Segment
@@ -32,6 +34,7 @@ def generate(
     stop_strings: Sequence[str] = (),
     tokenizer: PreTrainedTokenizerBase | None = None,
     random: Callable[[], float] | None = None,
+    speculation: SpeculationSettings | None = None,
 ) -> Iterator[RoundEvent]:
     """Continue ``prompt_ids``, speculatively if there is a drafter; what comes out is the target's either way.
 
@@ -43,9 +46,10 @@ def generate(
         stop_strings: texts that end the answer and are not shown; they need ``tokenizer``.
         tokenizer: for text; without one the events carry token ids only.
         random: uniforms in [0, 1) for sampling without a seed; operating-system entropy by default.
+        speculation: how much to draft and verify; by default whole blocks.
 
     Raises:
-        ValueError: naming the argument, if the prompt is empty, holds ids outside the vocabulary or fills the context,
+        ValueError: naming the argument, if a confidence threshold is asked of a drafter without confidence head, the prompt is empty, holds ids outside the vocabulary or fills the context,
             ``max_tokens`` is not positive, or stop strings come without a tokenizer.
     """
     context = target.config.max_position_embeddings
@@ -59,9 +63,14 @@ def generate(
         raise ValueError(f"max_tokens is {max_tokens}; it must be at least 1")
     if stop_strings and tokenizer is None:
         raise ValueError("stop_strings need a tokenizer")
+    speculation = speculation or SpeculationSettings()
+    if drafter is not None and speculation.confidence_threshold is not None and not drafter.has_confidence_head:
+        raise ValueError(
+            "confidence_threshold needs a drafter with a confidence head; this one has none, so leave it out"
+        )
     text = None if tokenizer is None else IncrementalText(tokenizer, stop_strings)
     budget = min(max_tokens, context - len(prompt_ids))
-    run = _Generation(target, drafter, list(prompt_ids), settings, budget, stop_token_ids, text, random)
+    run = _Generation(target, drafter, list(prompt_ids), settings, budget, stop_token_ids, text, random, speculation)
     return run.events()
 
 
@@ -78,9 +87,13 @@ class _Generation:
         stop_token_ids: frozenset[int],
         text: IncrementalText | None,
         random: Callable[[], float] | None,
+        speculation: SpeculationSettings,
     ) -> None:
         self._target = target
         self._drafter = drafter
+        self._speculation = speculation
+        self._calibration = NO_CALIBRATION if drafter is None else drafter.calibration or NO_CALIBRATION
+        self._temperature = settings.temperature
         self._tap_layers = drafter.tap_layers if drafter is not None else ()
         self._prompt_ids = prompt_ids
         self._max_tokens = max_tokens
@@ -92,12 +105,12 @@ class _Generation:
         self._drafter_cache = drafter.new_cache(1, length) if drafter is not None else None
         self._generated: list[int] = []
         self._finish_reason: str | None = None
-        self._rounds = self._verified = self._accepted = 0
+        self._rounds = self._drafted = self._verified = self._accepted = 0
         block_size = drafter.block_size if drafter is not None else 0
         self._accepted_per_position = [0] * block_size
         self._reached_per_position = [0] * block_size
         self._verified_per_position = [0] * block_size
-        self._draft_seconds = self._verify_seconds = 0.0
+        self._draft_seconds = self._schedule_seconds = self._verify_seconds = self._commit_seconds = 0.0
 
     def events(self) -> Iterator[RoundEvent]:
         started = time.perf_counter()
@@ -123,27 +136,47 @@ class _Generation:
         return self._target.logits(hidden_NH[-1:])
 
     def _round(self) -> RoundEvent:
-        """Draft, verify, commit (SPEC "One round"); everything that was drafted is verified."""
+        """Draft, schedule, verify, commit (SPEC "One round")."""
         anchor_position = len(self._prompt_ids) + len(self._generated) - 1
         started = time.perf_counter()
         block = self._draft()
         draft_tokens = [] if block is None else block.tokens_RG[0].tolist()  # the one wait for the device
         drafted = time.perf_counter()
-        hidden_NH = self._forward([self._generated[-1], *draft_tokens], anchor_position)
-        draft_probs_LD = None if block is None else block.probs_RGD[0]
-        acceptance = self._sampling.verify(self._target.logits(hidden_NH), draft_tokens, draft_probs_LD)
-        self._draft_seconds += drafted - started
-        self._verify_seconds += time.perf_counter() - drafted
+        logits, verify_length = self._schedule(block)
+        scheduled = time.perf_counter()
+        verify_tokens = draft_tokens[:verify_length]
+        hidden_NH = self._forward([self._generated[-1], *verify_tokens], anchor_position)
+        draft_probs_LD = None if block is None or verify_length == 0 else block.probs_RGD[0, :verify_length]
+        acceptance = self._sampling.verify(self._target.logits(hidden_NH), verify_tokens, draft_probs_LD)
+        verified = time.perf_counter()
         self._roll_back(anchor_position + 1 + acceptance.num_accepted)
         self._rounds += 1
-        committed = [*draft_tokens[: acceptance.num_accepted], acceptance.next_token]
-        return self._commit(committed, accepted=acceptance.num_accepted, verified=len(draft_tokens))
+        self._drafted += len(draft_tokens)
+        committed = [*verify_tokens[: acceptance.num_accepted], acceptance.next_token]
+        event = self._commit(committed, accepted=acceptance.num_accepted, verified=verify_length)
+        self._draft_seconds += drafted - started
+        self._schedule_seconds += scheduled - drafted
+        self._verify_seconds += verified - scheduled
+        self._commit_seconds += time.perf_counter() - verified
+        return replace(event, drafted=len(draft_tokens), confidence_logits=logits)
+
+    def _schedule(self, block: DraftBlock | None) -> tuple[tuple[float, ...] | None, int]:
+        """Confidence logits of the draft, and how many of its tokens to verify."""
+        if block is None:
+            return None, 0
+        if block.confidence_logits_RG is None:
+            return None, block.tokens_RG.shape[1]
+        logits = tuple(block.confidence_logits_RG[0].tolist())
+        return logits, self._speculation.verify_length(self._calibration.confidences(logits, self._temperature))
 
     def _draft(self) -> DraftBlock | None:
         # The target adds one token of its own, so the last one needs no draft.
         if self._drafter is None or self._drafter_cache is None:
             return None
-        room = min(self._drafter.block_size, self._max_tokens - len(self._generated) - 1)
+        most = self._drafter.block_size
+        if self._speculation.max_draft_tokens is not None:
+            most = min(most, self._speculation.max_draft_tokens)
+        room = min(most, self._max_tokens - len(self._generated) - 1)
         if room == 0:
             return None
         anchor_1 = torch.tensor([self._generated[-1]], device=self._target.device)
@@ -187,7 +220,12 @@ class _Generation:
         self._verified += verified
         self._accepted += accepted
         return RoundEvent(
-            token_ids=tuple(kept), text="".join(shown), accepted=accepted, drafted=verified, verified=verified
+            token_ids=tuple(kept),
+            text="".join(shown),
+            accepted=accepted,
+            drafted=verified,
+            verified=verified,
+            judged=judged,
         )
 
     def _result(self, seconds: float, prefill_seconds: float) -> GenerationResult:
@@ -198,14 +236,16 @@ class _Generation:
             finish_reason=self._finish_reason,
             prompt_tokens=len(self._prompt_ids),
             rounds=self._rounds,
-            drafted=self._verified,
+            drafted=self._drafted,
             verified=self._verified,
             accepted=self._accepted,
             accepted_length=(len(self._generated) - 1) / self._rounds if self._rounds else 0.0,
             seconds=seconds,
             prefill_seconds=prefill_seconds,
             draft_seconds=self._draft_seconds,
+            schedule_seconds=self._schedule_seconds,
             verify_seconds=self._verify_seconds,
+            commit_seconds=self._commit_seconds,
             accepted_per_position=tuple(self._accepted_per_position),
             reached_per_position=tuple(self._reached_per_position),
             verified_per_position=tuple(self._verified_per_position),

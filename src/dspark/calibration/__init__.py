@@ -1,0 +1,1 @@
+"""Making confidences probabilities: sequential temperature scaling, and how true they are."""

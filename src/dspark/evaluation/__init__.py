@@ -1,0 +1,1 @@
+"""How good a drafter is: benchmark prompts, runs, statistics, tables and the report."""
