@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from dspark.models import tokenizer as module
+from dspark.models import loading
 from dspark.models.tokenizer import load_tokenizer
 from tests.training.data.fakes import END, END_OF_TEXT, make_tokenizer
 
@@ -43,11 +43,11 @@ def test_a_missing_number_is_named(directory: Path) -> None:
 def test_from_the_hub_only_small_files_are_fetched(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     asked = {}
 
-    def snapshot_download(name: str, *, allow_patterns: list[str]) -> str:
+    def snapshot_download(name: str, *, allow_patterns: list[str], ignore_patterns: list[str]) -> str:
         asked[name] = allow_patterns
         return str(directory)
 
-    monkeypatch.setattr(module, "snapshot_download", snapshot_download)
+    monkeypatch.setattr(loading, "snapshot_download", snapshot_download)
     assert load_tokenizer("owner/name").name == "owner/name"
     assert asked.keys() == {"owner/name"}
     assert not any("safetensors" in pattern or pattern == "*" for pattern in asked["owner/name"])

@@ -7,15 +7,11 @@ from pathlib import Path
 from typing import Any
 
 import gguf
-from huggingface_hub import snapshot_download
-from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from dspark.models.embedded import NAME as EMBEDDED_NAME
 from dspark.models.gguf_tokenizer import tokenizer_from_gguf
-from dspark.models.loading import _read_json, _resolve, _stop_token_ids
-
-_FILES = ["*.json", "*.jinja", "tokenizer.model", "merges.txt", "vocab.txt"]
+from dspark.models.loading import find_checkpoint, read_checkpoint_json, read_stop_token_ids
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,34 +41,24 @@ def load_tokenizer(name_or_path: str) -> TargetTokenizer:
         ValueError: if a file cannot be used, naming the field.
         OSError: if it cannot be found or fetched.
     """
-    path = _fetch(name_or_path)
+    path = find_checkpoint(name_or_path, weights=False)
     name = EMBEDDED_NAME if name_or_path == "embedded" else name_or_path
     if path.is_file():
         return _from_gguf(path, name)
-    raw = _read_json(path / "config.json")
+    raw = read_checkpoint_json(path / "config.json")
     raw = raw.get("text_config") or raw
     missing = [key for key in ("vocab_size", "max_position_embeddings") if not isinstance(raw.get(key), int)]
     if missing:
         raise ValueError(f"{path / 'config.json'}: {missing[0]} must be a whole number")
     tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=False)
-    generation = _read_json(path / "generation_config.json", required=False)
+    generation = read_checkpoint_json(path / "generation_config.json", required=False)
     return TargetTokenizer(
         tokenizer=tokenizer,
         name=name,
         vocab_size=raw["vocab_size"],
         max_length=raw["max_position_embeddings"],
-        stop_token_ids=_stop_token_ids(raw, generation, tokenizer),
+        stop_token_ids=read_stop_token_ids(raw, generation, tokenizer),
     )
-
-
-def _fetch(name_or_path: str) -> Path:
-    local = name_or_path == "embedded" or Path(name_or_path).expanduser().exists()
-    if local or name_or_path.startswith((".", "/", "~")) or name_or_path.count("/") != 1:
-        return _resolve(name_or_path)
-    try:
-        return Path(snapshot_download(name_or_path, allow_patterns=_FILES))
-    except (HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
-        raise OSError(f"could not fetch the tokenizer of {name_or_path} from the Hugging Face hub: {error}") from error
 
 
 def _from_gguf(path: Path, name: str) -> TargetTokenizer:
@@ -91,5 +77,5 @@ def _from_gguf(path: Path, name: str) -> TargetTokenizer:
         name=name,
         vocab_size=len(metadata["tokenizer.ggml.tokens"]),
         max_length=length,
-        stop_token_ids=_stop_token_ids(raw, {}, tokenizer),
+        stop_token_ids=read_stop_token_ids(raw, {}, tokenizer),
     )
