@@ -74,7 +74,7 @@ def test_a_memorised_target_is_drafted_to_the_last_token(
     result = Trainer(prepare_run(plan_run(recipe, target), resume=False), resume=False).run()
     assert result.drafter is not None
     drafter = load_drafter(result.drafter, target.model)
-    assert drafter_kind(drafter) == KINDS[name]["kind"]
+    assert drafter_kind(drafter.config) == KINDS[name]["kind"]
     whole = drafter.block_size + 1
     assert drafter.block_size == (1 if name == "mtp" else GAMMA)
     rounds = tokens = 0
@@ -134,7 +134,7 @@ def test_a_drafter_of_another_kind_is_no_start(target: LoadedTarget, rows: list[
     trained = Trainer(prepare_run(plan_run(first, target), resume=False), resume=False).run()
     second = tiny_recipe(data, tmp_path / "second", drafter={"initialise_from": trained.drafter})
     run = prepare_run(plan_run(second, target), resume=False)
-    with pytest.raises(ValueError, match=r"is a Mtp drafter, the recipe asks for DSpark"):
+    with pytest.raises(ValueError, match=r"is of kind mtp, drafter.kind is dspark"):
         Trainer(run, resume=False)
 
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from dspark.drafters.checkpoint import load_drafter
 from dspark.drafters.dspark import DSparkDrafter
-from dspark.drafters.registry import AnyConfig, TrainableDrafter, drafter_from_target
+from dspark.drafters.registry import AnyConfig, TrainableDrafter, drafter_from_target, drafter_kind
 from dspark.models.loading import LoadedTarget
 from dspark.training.bigram import MarkovStart, count_bigrams, fit_markov_start
 from dspark.training.data.rows import DataRow
@@ -123,8 +123,10 @@ def _end_tokens(rows: Sequence[DataRow], stop_token_ids: frozenset[int]) -> set[
 def _given_drafter(directory: Path, config: AnyConfig, target: LoadedTarget) -> TrainableDrafter:
     drafter = load_drafter(directory, target.model, device=target.model.device, dtype=torch.float32)
     if type(drafter.config) is not type(config):
-        given, asked = (type(one).__name__.removesuffix("Config") for one in (drafter.config, config))
-        raise ValueError(f"drafter.initialise_from: {directory} is a {given} drafter, the recipe asks for {asked}")
+        given, asked = drafter_kind(drafter.config), drafter_kind(config)
+        raise ValueError(
+            f"drafter.initialise_from: {directory} is of kind {given}, drafter.kind is {asked}: make them agree"
+        )
     free = ("num_anchors", "initializer_range", "max_position_embeddings", "step_loss_decay")
     different = [
         f"{field.name} {getattr(drafter.config, field.name)} (recipe: {getattr(config, field.name)})"
