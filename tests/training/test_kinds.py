@@ -136,10 +136,3 @@ def test_a_drafter_of_another_kind_is_no_start(target: LoadedTarget, rows: list[
     run = prepare_run(plan_run(second, target), resume=False)
     with pytest.raises(ValueError, match=r"is of kind mtp, drafter.kind is dspark"):
         Trainer(run, resume=False)
-
-
-@pytest.mark.parametrize("layers", [[0, 3], [4]])
-def test_taps_on_the_final_layer_are_refused(layers: list[int], target: LoadedTarget, tmp_path: Path) -> None:
-    data = write_rows(tmp_path / "data", greedy_rows(target, rows=2))
-    with pytest.raises(ValueError, match=r"target_layer_ids contains|tap_layers has"):
-        plan_run(tiny_recipe(data, tmp_path / "run", drafter={"tap_layers": layers}), target)

@@ -295,9 +295,12 @@ def test_unusable_settings_are_refused_before_anything_is_computed(
     target: LoadedTarget, data: Path, tmp_path: Path
 ) -> None:
     for section, message in (
-        ({"tap_layers": [3]}, "final"),
-        ({"mask_token": "<no such token>"}, "mask_token"),
-        ({"draft_vocab_size": 1000}, "draft_vocab_size"),
+        ({"tap_layers": [3]}, r"^drafter\.tap_layers contains 3, the target's final layer.*use layers 0 to 2"),
+        ({"tap_layers": [4]}, r"^drafter\.tap_layers contains 4, but the target has layers 0 to 3"),
+        ({"mask_token": "<no such token>"}, r"^drafter\.mask_token '<no such token>' is not one token"),
+        ({"mask_token": 61}, r"^drafter\.mask_token 61 is outside the vocabulary of 61 tokens"),
+        ({"draft_vocab_size": 1000}, r"^drafter\.draft_vocab_size \(1000\) must not exceed vocab_size"),
+        ({"num_heads": 3}, r"^drafter\.num_heads \(3\) must be a multiple of drafter\.num_kv_heads \(2\)"),
     ):
         with pytest.raises(ValueError, match=message):
             plan_run(tiny_recipe(data, tmp_path / "run", drafter=section), target)

@@ -64,7 +64,7 @@ def test_overrides_reach_any_depth_and_are_yaml(tmp_path: Path) -> None:
         (["tracking=wandb"], r"tracking is 'wandb'.*tensorboard"),
         (["drafter.markov_head=lstm"], r"drafter.markov_head is 'lstm'.*vanilla"),
         (["batch.steps"], r"not of the form key=value"),
-        (["seed.steps=1"], r"seed is a value|seed"),
+        (["seed=1", "seed.steps=1"], r"override 'seed.steps=1': seed is a value, not a section"),
         (["drafter.tap_layers=[1"], r"not valid YAML"),
     ],
 )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 from dspark.drafters.config import DSparkConfig
@@ -13,13 +14,32 @@ from dspark.training.recipe import DFlashRecipe, DSparkRecipe, Eagle3Recipe, Mtp
 
 __all__ = ["drafter_config"]
 
+_RECIPE_KEYS = {
+    "draft_vocab_size": "draft_vocab_size",
+    "head_dim": "head_dim",
+    "intermediate_size": "intermediate_size",
+    "mask_token_id": "mask_token",
+    "num_attention_heads": "num_heads",
+    "num_key_value_heads": "num_kv_heads",
+    "target_layer_ids": "tap_layers",
+}
+"""Published field names, and what recipes call them."""
+
 
 def drafter_config(recipe: Recipe, target: LoadedTarget) -> AnyConfig:
     """Sizes of the drafter: the recipe's, and the target's where the recipe says nothing.
 
     Raises:
-        ValueError: naming the field, where they do not go together.
+        ValueError: naming the recipe's key, where they do not go together.
     """
+    try:
+        return _config(recipe, target)
+    except ValueError as error:
+        published = rf"(?<!\.)\b({'|'.join(_RECIPE_KEYS)})\b"
+        raise ValueError(re.sub(published, lambda found: f"drafter.{_RECIPE_KEYS[found[0]]}", str(error))) from error
+
+
+def _config(recipe: Recipe, target: LoadedTarget) -> AnyConfig:
     ours, theirs = recipe.drafter, target.model.config
     shared: dict[str, Any] = {
         "vocab_size": theirs.vocab_size,
