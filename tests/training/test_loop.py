@@ -309,6 +309,20 @@ def test_unusable_settings_are_refused_before_anything_is_computed(
         plan_run(tiny_recipe(tmp_path / "nowhere", tmp_path / "run"), target)
 
 
+def test_a_mask_token_that_the_data_holds_is_named(target: LoadedTarget, tmp_path: Path) -> None:
+    rows = [
+        replace(row, token_ids=(60, *row.token_ids[1:]) if index < 2 else row.token_ids)
+        for index, row in enumerate(greedy_rows(target, rows=3))
+    ]
+    data = write_rows(tmp_path / "data", rows)
+    held = sum(60 in row.token_ids for row in rows)
+    (_, notice) = plan_run(tiny_recipe(data, tmp_path / "run"), target).notices
+    assert notice.startswith(f"{held} rows hold drafter.mask_token (id 60)")
+    unheld = next(token for token in range(60) if not any(token in row.token_ids for row in rows))
+    plan = plan_run(tiny_recipe(data, tmp_path / "run", drafter={"mask_token": unheld}), target)
+    assert len(plan.notices) == 1  # of the manifest that is not there
+
+
 def test_a_run_that_stopped_early_stays_where_it_is(target: LoadedTarget, data: Path, tmp_path: Path) -> None:
     recipe = tiny_recipe(
         data,

@@ -55,7 +55,7 @@ def test_overrides_reach_any_depth_and_are_yaml(tmp_path: Path) -> None:
         (["optimizer.learning_rate=3"], r"unknown key optimizer; did you mean optimiser\?"),
         (["loss.zzz=3"], r"unknown key loss.zzz; known keys are .*decay"),
         (["batch.steps=many"], r"batch.steps is 'many'"),
-        (["batch.steps=20"], r"warmup_steps \(50\) must be smaller than steps \(20\)"),
+        (["batch.steps=20"], r": batch: warmup_steps \(50\) must be smaller than steps \(20\)"),
         (["drafter.kind=eagle4"], r"drafter.kind is 'eagle4': it must be one of dspark, dflash, eagle3, mtp"),
         (["drafter.kind=mtp"], r"unknown key drafter.mask_token for drafter.kind=mtp.*unknown key drafter.tap_layers"),
         (["drafter.kind=dflash", "drafter.markov_rank=3"], r"unknown key drafter.markov_rank for drafter.kind=dflash"),

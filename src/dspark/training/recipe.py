@@ -337,8 +337,10 @@ def _messages(error: ValidationError) -> Iterable[str]:
             yield f"{name} is missing"
         elif problem["type"] == "union_tag_invalid":
             yield f"drafter.kind is {problem['input']['kind']!r}: it must be one of {', '.join(_KINDS)}"
+        elif problem["type"] == "value_error":  # of a whole section, whose message names its keys
+            yield f"{name}: {problem['msg'].removeprefix('Value error, ')}"
         else:
-            yield f"{name} is {problem['input']!r}: {problem['msg'].removeprefix('Value error, ')}"
+            yield f"{name} is {problem['input']!r}: {problem['msg']}"
 
 
 _KINDS: dict[str, type[_AnyDrafter]] = {

@@ -8,6 +8,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from dspark.drafters.config import DSparkConfig
+from dspark.drafters.registry import AnyConfig
 from dspark.files import write_json
 from dspark.models.loading import LoadedTarget
 from dspark.training.batches import BatchOrder, held_out_split
@@ -108,7 +110,7 @@ def plan_run(recipe: Recipe, target: LoadedTarget) -> RunPlan:
     notices = [
         check_data_tokenizer(directory, target.tokenizer, target.model.config.vocab_size) for directory in recipe.data
     ]
-    drafter_config(recipe, target)
+    notices.append(_mask_notice(drafter_config(recipe, target), rows))
     spec, stored_spec = _specs(recipe, target)
     estimate = NO_STATES
     if recipe.states.source == "offline":
@@ -251,6 +253,19 @@ def _open_source(plan: RunPlan, on_tokens: Callable[[int], None] | None) -> Stat
             on_progress=on_tokens,
         )
     return StateStore.open(recipe.states_directory, plan.spec, verify=complete)
+
+
+def _mask_notice(config: AnyConfig, rows: Sequence[DataRow]) -> str | None:
+    """What to say of a mask token that text holds: the drafter would see "not yet known" where the data says it."""
+    if not isinstance(config, DSparkConfig):
+        return None
+    count = sum(config.mask_token_id in row.token_ids for row in rows)
+    if count == 0:
+        return None
+    return (
+        f"{count:,} rows hold drafter.mask_token (id {config.mask_token_id}): better name a special token that text "
+        "never holds"
+    )
 
 
 def _max_bytes(recipe: Recipe) -> int | None:
