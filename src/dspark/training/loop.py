@@ -147,7 +147,8 @@ class Trainer:
         self._wish = StopWish()
         checkpoint = self._world.broadcast_object(self._last_checkpoint(resume) if self._world.is_main else None)
         state: dict[str, Any] | None = None
-        tap_scale_T = tap_scale(run.source, run.training_rows)
+        # One for all: replicas whose updates differ in the last bit would drift apart.
+        tap_scale_T = self._world.broadcast_object(tap_scale(run.source, run.training_rows))
         if checkpoint is not None:
             state = self._checkpoints.load_state(checkpoint)
             self._drafter = load_drafter(
