@@ -342,3 +342,19 @@ def test_a_run_does_not_go_on_with_a_teacher_of_another_type(target: LoadedTarge
         open_trainer(tiny_recipe(data, tmp_path / "run", states=states), target)
     elsewhere = {"directory": tmp_path / "others", "shard_mib": 1, "tokens_per_batch": 300}
     assert open_trainer(tiny_recipe(data, tmp_path / "run", states=elsewhere), target).step == 4
+
+
+def test_a_given_drafter_of_another_target_learns_from_this_one(
+    target: LoadedTarget, data: Path, tmp_path: Path
+) -> None:
+    other = tiny_target(sharpness=8.0, seed=1)
+    given = open_trainer(tiny_recipe(write_rows(tmp_path / "o", greedy_rows(other, rows=8)), tmp_path / "a"), other)
+    first = given.run()
+    assert first.drafter is not None
+    trainer = open_trainer(tiny_recipe(data, tmp_path / "b", drafter={"initialise_from": first.drafter}), target)
+    ids_D = trainer.drafter.draft_token_ids_D
+    assert ids_D is not None
+    assert len(ids_D) == 40
+    assert torch.equal(trainer.drafter.lm_head.weight, target.model.lm_head_weight_VH[ids_D])
+    assert torch.equal(trainer.drafter.embed_tokens.weight, target.model.embedding_weight_VH)
+    assert not torch.equal(target.model.lm_head_weight_VH, other.model.lm_head_weight_VH)

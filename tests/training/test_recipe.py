@@ -66,6 +66,10 @@ def test_overrides_reach_any_depth_and_are_yaml(tmp_path: Path) -> None:
         (["batch.steps"], r"not of the form key=value"),
         (["seed=1", "seed.steps=1"], r"override 'seed.steps=1': seed is a value, not a section"),
         (["drafter.tap_layers=[1"], r"not valid YAML"),
+        (["device=nonsense"], r"device is 'nonsense': give cpu, cuda"),
+        (["seed=99999999999999999999"], r"seed is 99999999999999999999: Input should be less than"),
+        (["optimiser.learning_rate=.inf"], r"optimiser.learning_rate is inf: Input should be a finite number"),
+        (["optimiser.beta1=1.0"], r"optimiser.beta1 is 1.0: Input should be less than 1"),
     ],
 )
 def test_mistakes_are_named_with_a_remedy(tmp_path: Path, overrides: list[str], message: str) -> None:

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import re
+from dataclasses import fields
+from pathlib import Path
 from typing import Any
 
 from dspark.drafters.config import DSparkConfig
 from dspark.drafters.eagle3_config import Eagle3Config
 from dspark.drafters.mtp_config import MtpConfig
-from dspark.drafters.registry import AnyConfig
+from dspark.drafters.registry import AnyConfig, drafter_kind, read_config
 from dspark.models.loading import LoadedTarget
 from dspark.training.recipe import DFlashRecipe, DSparkRecipe, Eagle3Recipe, MtpRecipe, Recipe
 
-__all__ = ["drafter_config"]
+__all__ = ["check_given_config", "drafter_config"]
+
+_FREE_OF_A_GIVEN_DRAFTER = ("num_anchors", "initializer_range", "max_position_embeddings", "step_loss_decay")
 
 _RECIPE_KEYS = {
     "draft_vocab_size": "draft_vocab_size",
@@ -77,6 +81,27 @@ def _config(recipe: Recipe, target: LoadedTarget) -> AnyConfig:
         enable_confidence_head=ours.confidence_head,
         confidence_head_with_markov=ours.confidence_head and ours.confidence_head_with_markov and has_head,
     )
+
+
+def check_given_config(directory: Path, config: AnyConfig) -> None:
+    """Check that the drafter of ``drafter.initialise_from`` is one that the recipe asks for.
+
+    Raises:
+        ValueError: it is no drafter, or one of another kind or shape.
+    """
+    given = read_config(directory / "config.json")
+    if type(given) is not type(config):
+        raise ValueError(
+            f"drafter.initialise_from: {directory} is of kind {drafter_kind(given)}, drafter.kind is "
+            f"{drafter_kind(config)}: make them agree"
+        )
+    different = [
+        f"{field.name} {getattr(given, field.name)} (recipe: {getattr(config, field.name)})"
+        for field in fields(config)
+        if field.name not in _FREE_OF_A_GIVEN_DRAFTER and getattr(given, field.name) != getattr(config, field.name)
+    ]
+    if different:
+        raise ValueError(f"drafter.initialise_from: {directory} differs from the recipe in {', '.join(different)}")
 
 
 def _mask_token_id(mask_token: int | str, target: LoadedTarget) -> int:
