@@ -9,7 +9,8 @@ from typing import Any
 import gguf
 from huggingface_hub import snapshot_download
 from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
-from transformers import AutoTokenizer, PreTrainedTokenizerBase
+from transformers import AutoConfig, AutoTokenizer, PreTrainedTokenizerBase
+from transformers.models.auto import CONFIG_MAPPING
 
 from dspark.models.embedded import NAME as EMBEDDED_NAME
 from dspark.models.gguf_tokenizer import tokenizer_from_gguf
@@ -50,19 +51,29 @@ def load_tokenizer(name_or_path: str) -> TargetTokenizer:
     if path.is_file():
         return _from_gguf(path, name)
     raw = _read_json(path / "config.json")
-    raw = raw.get("text_config") or raw
-    missing = [key for key in ("vocab_size", "max_position_embeddings") if not isinstance(raw.get(key), int)]
-    if missing:
-        raise ValueError(f"{path / 'config.json'}: {missing[0]} must be a whole number")
+    vocab_size, max_length = _sizes(path, raw)
     tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=False)
     generation = _read_json(path / "generation_config.json", required=False)
     return TargetTokenizer(
         tokenizer=tokenizer,
         name=name,
-        vocab_size=raw["vocab_size"],
-        max_length=raw["max_position_embeddings"],
+        vocab_size=vocab_size,
+        max_length=max_length,
         stop_token_ids=_stop_token_ids(raw, generation, tokenizer),
     )
+
+
+def _sizes(path: Path, raw: dict[str, Any]) -> tuple[int, int]:
+    """Vocabulary and context; published configs leave out what is a family's default, or call it by another name."""
+    text = raw.get("text_config") or raw
+    sizes = {name: text.get(name) for name in ("vocab_size", "max_position_embeddings")}
+    if None in sizes.values() and raw.get("model_type") in CONFIG_MAPPING:
+        config = AutoConfig.from_pretrained(path, trust_remote_code=False).get_text_config(decoder=True)
+        sizes = {name: getattr(config, name, None) for name in sizes}
+    for name, value in sizes.items():
+        if not isinstance(value, int):
+            raise ValueError(f"{path / 'config.json'}: {name} must be a whole number, got {value!r}")
+    return sizes["vocab_size"], sizes["max_position_embeddings"]
 
 
 def _fetch(name_or_path: str) -> Path:
