@@ -70,10 +70,14 @@ def _sizes(path: Path, raw: dict[str, Any]) -> tuple[int, int]:
     if None in sizes.values() and raw.get("model_type") in CONFIG_MAPPING:
         config = AutoConfig.from_pretrained(path, trust_remote_code=False).get_text_config(decoder=True)
         sizes = {name: getattr(config, name, None) for name in sizes}
-    for name, value in sizes.items():
-        if not isinstance(value, int):
-            raise ValueError(f"{path / 'config.json'}: {name} must be a whole number, got {value!r}")
-    return sizes["vocab_size"], sizes["max_position_embeddings"]
+    vocab_size, max_length = (_whole_number(path, name, value) for name, value in sizes.items())
+    return vocab_size, max_length
+
+
+def _whole_number(path: Path, name: str, value: object) -> int:
+    if not isinstance(value, int):
+        raise ValueError(f"{path / 'config.json'}: {name} must be a whole number, got {value!r}")
+    return value
 
 
 def _fetch(name_or_path: str) -> Path:

@@ -170,9 +170,7 @@ def _handler(server: FakeServer) -> type[BaseHTTPRequestHandler]:
                 return
             self._send(fault.status, fault.body, fault.headers, fault.drip_s)
 
-        def _send(
-            self, status: int, content: str, headers: dict[str, str] | None = None, drip_s: float = 0.0
-        ) -> None:
+        def _send(self, status: int, content: str, headers: dict[str, str] | None = None, drip_s: float = 0.0) -> None:
             payload = content.encode()
             self.send_response(status)
             for name, value in {"Content-Type": "application/json", **(headers or {})}.items():

@@ -111,7 +111,9 @@ def test_concurrency_is_bounded_and_used() -> None:
 def test_what_may_pass_is_tried_again(fault: Fault, said: str) -> None:
     told: list[str] = []
     with FakeServer(fault=lambda number: fault if number in (0, 3, 4) else None) as server:
-        quick = Retries(attempts=4, first_wait_s=0.01, longest_wait_s=0.02, timeout_s=0.3 if fault.pause_s or fault.drip_s else 20.0)
+        quick = Retries(
+            attempts=4, first_wait_s=0.01, longest_wait_s=0.02, timeout_s=0.3 if fault.pause_s or fault.drip_s else 20.0
+        )
         generator = make_generator(server.url, retries=quick, on_wait=told.append, max_concurrency=2)
         assert answers(generator, 8) == expected(8)
     assert len(server.bodies) == 11
@@ -408,9 +410,7 @@ def test_a_prompt_that_is_read_otherwise_is_found_out() -> None:
 )
 def test_an_answer_is_never_longer_than_asked_for(ids: list[int], expected: tuple[tuple[int, ...], str]) -> None:
     """Some servers know `max_tokens` by another name only, and go on."""
-    with FakeServer(
-        change=lambda answer: answer["choices"][0].update(token_ids=ids, finish_reason="stop")
-    ) as server:
+    with FakeServer(change=lambda answer: answer["choices"][0].update(token_ids=ids, finish_reason="stop")) as server:
         (completion,) = make_generator(server.url).run(iter([request(max_tokens=4)]))
     assert (completion.token_ids, completion.finish_reason) == expected
 

@@ -89,8 +89,8 @@ def test_rows_of_the_common_forms(row: dict[str, Any], expected: Conversation) -
 
 
 def test_rows_without_a_usable_prompt_are_counted() -> None:
-    rows = [{"prompt": ""}, {"prompt": None}, {"prompt": ["a"]}, {"prompt": messages(("gpt", "a"))}, {"prompt": "\ud800"},
-            {"prompt": "fine"}]  # fmt: skip
+    prompts = ["", None, ["a"], messages(("gpt", "a")), "\ud800", "fine"]
+    rows = [{"prompt": prompt} for prompt in prompts]
     read = parse_rows(rows, column="prompt", dataset=DATASET)
     assert (read.conversations, read.unusable) == ((Conversation(user_turns=("fine",)),), 5)
     with pytest.raises(

@@ -84,7 +84,7 @@ class Endpoint:
         # An HTTP header cannot hold anything else, and the error that says so would show the key.
         if self.api_key is not None and not re.fullmatch(r"[!-~]+", self.api_key):
             raise ValueError(
-                "the key of the endpoint holds a space, a line break or a character that is not ASCII; give the key alone"
+                "the key of the endpoint holds a space, a line break or a character outside ASCII; give the key alone"
             )
 
 

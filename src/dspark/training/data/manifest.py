@@ -86,7 +86,7 @@ def check_same_recipe(directory: Path, recipe: Mapping[str, Any]) -> dict[str, A
     for name, kind in kinds.items():
         if not isinstance(manifest.get(name), kind):
             raise ValueError(
-                f"{directory / MANIFEST_FILE}: {name} is {manifest.get(name)!r}, so it was changed by hand; put it right"
+                f"{directory / MANIFEST_FILE}: {name} is {manifest.get(name)!r}, which no run writes; put it right"
             )
     before, now = _flatten(manifest["recipe"]), _flatten(recipe)
     for name in sorted(before.keys() | now.keys()):
