@@ -214,6 +214,12 @@ def put(name: str, tensor: Tensor) -> Edit:
             r"tensor fc.weight has shape \[24, 48\], but config.json asks for \[24, 72\]",
         ),
         (False, put("lm_head.weight", torch.ones(12, 24)), r"tensor lm_head.weight has shape \[12, 24\]"),
+        (False, put("norm.weight", torch.ones(24, dtype=torch.int8)), "tensor norm.weight is torch.int8; quantised"),
+        (
+            False,
+            put("fc.weight", torch.ones(24, 72).to(torch.float8_e4m3fn)),
+            "tensor fc.weight is torch.float8_e4m3fn; quantised",
+        ),
         (
             False,
             put("d2t", torch.zeros(53, dtype=torch.int64)),
@@ -278,3 +284,7 @@ def test_missing_and_broken_files(drafter_of: DrafterOf, tmp_path: Path) -> None
     (tmp_path / "model.safetensors").unlink()
     with pytest.raises(ValueError, match=r"model.safetensors: no such file"):
         load_drafter(tmp_path)
+    for content in ("{oops", "{}", "[]", '{"weight_map": []}', '{"weight_map": {"fc.weight": 3}}'):
+        (tmp_path / "model.safetensors.index.json").write_text(content)
+        with pytest.raises(ValueError, match=r"model.safetensors.index.json: holds no weight_map"):
+            load_drafter(tmp_path)

@@ -7,7 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import gguf
-from transformers import AutoTokenizer, PreTrainedTokenizerBase
+from transformers import AutoConfig, AutoTokenizer, PreTrainedTokenizerBase
+from transformers.models.auto import CONFIG_MAPPING
 
 from dspark.models.embedded import NAME as EMBEDDED_NAME
 from dspark.models.gguf_tokenizer import tokenizer_from_gguf
@@ -46,19 +47,33 @@ def load_tokenizer(name_or_path: str) -> TargetTokenizer:
     if path.is_file():
         return _from_gguf(path, name)
     raw = read_checkpoint_json(path / "config.json")
-    raw = raw.get("text_config") or raw
-    missing = [key for key in ("vocab_size", "max_position_embeddings") if not isinstance(raw.get(key), int)]
-    if missing:
-        raise ValueError(f"{path / 'config.json'}: {missing[0]} must be a whole number")
+    vocab_size, max_length = _sizes(path, raw)
     tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=False)
     generation = read_checkpoint_json(path / "generation_config.json", required=False)
     return TargetTokenizer(
         tokenizer=tokenizer,
         name=name,
-        vocab_size=raw["vocab_size"],
-        max_length=raw["max_position_embeddings"],
-        stop_token_ids=read_stop_token_ids(raw, generation, tokenizer),
+        vocab_size=vocab_size,
+        max_length=max_length,
+        stop_token_ids=read_stop_token_ids(raw.get("text_config") or raw, generation, tokenizer),
     )
+
+
+def _sizes(path: Path, raw: dict[str, Any]) -> tuple[int, int]:
+    """Vocabulary and context; published configs leave out what is a family's default, or call it by another name."""
+    text = raw.get("text_config") or raw
+    sizes = {name: text.get(name) for name in ("vocab_size", "max_position_embeddings")}
+    if None in sizes.values() and raw.get("model_type") in CONFIG_MAPPING:
+        config = AutoConfig.from_pretrained(path, trust_remote_code=False).get_text_config(decoder=True)
+        sizes = {name: getattr(config, name, None) for name in sizes}
+    vocab_size, max_length = (_whole_number(path, name, value) for name, value in sizes.items())
+    return vocab_size, max_length
+
+
+def _whole_number(path: Path, name: str, value: object) -> int:
+    if not isinstance(value, int):
+        raise ValueError(f"{path / 'config.json'}: {name} must be a whole number, got {value!r}")
+    return value
 
 
 def _from_gguf(path: Path, name: str) -> TargetTokenizer:
