@@ -153,7 +153,7 @@ def prepare_run(
     """Compute missing teacher states and fix the rows of the run.
 
     A continued run keeps the rows it started with, so that its loss curve does not depend on when it was interrupted.
-    With several processes the main one prepares, the others take over what it wrote.
+    Several processes share the missing states among them; the rows are the main one's choice.
 
     Args:
         plan: of the run.
@@ -166,9 +166,12 @@ def prepare_run(
         OSError: not enough room on the disk.
     """
     world = world or World.single(plan.recipe.device)
+    world.on_main(lambda: _matching_record(plan, resume=resume))  # what is refused is refused before any work
+    building = world.broadcast_object(_lacks_states(plan))
+    if building:
+        world.together(lambda barrier: _build_states(plan, world, barrier, on_tokens))
     return world.main_first(
-        lambda: _prepare(plan, resume=resume, source=lambda: _complete_source(plan, on_tokens)),
-        lambda: _prepare(plan, resume=True, source=lambda: _source(plan, verify=False)),
+        lambda: _prepare(plan, resume=resume, verify=not building), lambda: _prepare(plan, resume=True, verify=False)
     )
 
 
@@ -188,17 +191,29 @@ def batch_order(run: Run) -> BatchOrder:
     )
 
 
-def _prepare(plan: RunPlan, *, resume: bool, source: Callable[[], StateSource]) -> Run:
+def _matching_record(plan: RunPlan, *, resume: bool) -> dict[str, Any] | None:
+    """What ``out`` knows of the run to continue; None where a new one starts.
+
+    Raises:
+        ValueError: it is of another recipe or target.
+    """
     recipe = plan.recipe
     record = _read_record(recipe.out / _RUN_FILE) if resume else None
-    if record is not None:
-        _check_same_recipe(recipe, record["recipe"])
-        if record.get("target", plan.spec.target_fingerprint) != plan.spec.target_fingerprint:
-            raise ValueError(
-                f"target {recipe.target} is not the model that the run in {recipe.out} was started for: bring that one "
-                "back, or start anew with another --out or --no-resume"
-            )
-    states = source()
+    if record is None:
+        return None
+    _check_same_recipe(recipe, record["recipe"])
+    if record.get("target", plan.spec.target_fingerprint) != plan.spec.target_fingerprint:
+        raise ValueError(
+            f"target {recipe.target} is not the model that the run in {recipe.out} was started for: bring that one "
+            "back, or start anew with another --out or --no-resume"
+        )
+    return record
+
+
+def _prepare(plan: RunPlan, *, resume: bool, verify: bool) -> Run:
+    recipe = plan.recipe
+    record = _matching_record(plan, resume=resume)
+    states = _source(plan, verify=verify)
     in_data = {row.id for row in plan.rows}
     stored = {row.id: row for row in states.rows if row.id in in_data}
     if record is None:
@@ -297,22 +312,29 @@ def _source(plan: RunPlan, *, verify: bool) -> StateSource:
     return StateStore.open(recipe.states_directory, plan.spec, verify=verify)
 
 
-def _complete_source(plan: RunPlan, on_tokens: Callable[[int], None] | None) -> StateSource:
-    """The source of the run's states; what a store lacks is computed first."""
-    recipe = plan.recipe
+def _lacks_states(plan: RunPlan) -> bool:
+    """Whether a store has to be filled first, which locks it; runs that only read can share it."""
     complete = plan.estimate.rows == 0 and plan.estimate.stored_bytes > 0
-    if recipe.states.source == "offline" and not complete:  # filling a store locks it; runs that only read can share it
-        build_states(
-            plan.target.model,
-            plan.rows,
-            recipe.states_directory,
-            plan.stored_spec,
-            tokens_per_batch=recipe.states.tokens_per_batch,
-            shard_bytes=recipe.states.shard_mib << 20,
-            max_bytes=_max_bytes(recipe),
-            on_progress=on_tokens,
-        )
-    return _source(plan, verify=complete)
+    return plan.recipe.states.source == "offline" and not complete
+
+
+def _build_states(
+    plan: RunPlan, world: World, barrier: Callable[[], None], on_tokens: Callable[[int], None] | None
+) -> None:
+    recipe = plan.recipe
+    build_states(
+        plan.target.model,
+        plan.rows,
+        recipe.states_directory,
+        plan.stored_spec,
+        tokens_per_batch=recipe.states.tokens_per_batch,
+        shard_bytes=recipe.states.shard_mib << 20,
+        max_bytes=_max_bytes(recipe),
+        on_progress=on_tokens,
+        rank=world.rank,
+        world_size=world.world_size,
+        barrier=barrier,
+    )
 
 
 def _mask_notice(config: AnyConfig, rows: Sequence[DataRow]) -> str | None:
