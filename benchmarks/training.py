@@ -131,7 +131,7 @@ def read_run(variant: Variant, out: Path) -> dict[str, Any]:
 
 
 def table(rows: list[dict[str, Any]]) -> str:
-    """Markdown: cost, accepted length, and at each position the share of blocks accepted so far (T = 1)."""
+    """Markdown: cost, accepted length, and acceptance at each position given all before it are accepted (T = 1)."""
     slots = max((len(row["sampled"]["survival"]) for row in rows), default=0)
     header = ["", "parameters", "block tokens", "minutes", "accepted length T=1", "greedy"]
     header += [f"acceptance at {k}" for k in range(1, slots + 1)]

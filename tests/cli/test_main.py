@@ -90,6 +90,14 @@ def test_a_mistake_is_one_line_and_exit_code_2(dspark, arguments, message):
     assert message in json.loads(run.out)["error"]
 
 
+def test_of_several_processes_one_writes_the_object(dspark, monkeypatch):
+    for rank in ("0", "1"):
+        monkeypatch.setenv("RANK", rank)
+        run = dspark("generate", "--json")
+        assert run.code == 2
+        assert [bool(run.out), bool(run.err)] == [rank == "0", rank == "1"]
+
+
 def test_traceback_on_request(dspark, monkeypatch):
     monkeypatch.setenv("DSPARK_TRACEBACK", "1")
     with pytest.raises(ValueError, match="give one of"):

@@ -14,6 +14,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from dspark.drafters import TrainableDrafter, drafter_kind, greedy_sampler, load_drafter, save_drafter
+from dspark.drafters.registry import drafter_from_target
 from dspark.types import Segment
 
 GOLDEN = Path(__file__).parents[1] / "golden"
@@ -37,7 +38,7 @@ def same_bytes(left: Tensor, right: Tensor) -> bool:
 )
 def test_golden_round_trip_is_byte_equal(name: str, kind: str, tmp_path: Path) -> None:
     drafter = load_drafter(GOLDEN / name)
-    assert drafter_kind(drafter) == kind
+    assert drafter_kind(drafter.config) == kind
     cache = drafter.new_cache(1, 8)
     taps = torch.randn(2, 64 * len(drafter.tap_layers))
     drafter.extend(cache, [Segment(0, 0, 2)], torch.tensor([1, 2]), taps)  # fuses the weights
@@ -213,6 +214,12 @@ def put(name: str, tensor: Tensor) -> Edit:
             r"tensor fc.weight has shape \[24, 48\], but config.json asks for \[24, 72\]",
         ),
         (False, put("lm_head.weight", torch.ones(12, 24)), r"tensor lm_head.weight has shape \[12, 24\]"),
+        (False, put("norm.weight", torch.ones(24, dtype=torch.int8)), "tensor norm.weight is torch.int8; quantised"),
+        (
+            False,
+            put("fc.weight", torch.ones(24, 72).to(torch.float8_e4m3fn)),
+            "tensor fc.weight is torch.float8_e4m3fn; quantised",
+        ),
         (
             False,
             put("d2t", torch.zeros(53, dtype=torch.int64)),
@@ -264,7 +271,7 @@ def test_refused_targets(
     with pytest.raises(ValueError, match=rf"config.json: {message}"):
         load_drafter(tmp_path, target)
     with pytest.raises(ValueError, match=message):
-        type(drafter).from_target(config_of(variant), target)
+        drafter_from_target(config_of(variant), target)
 
 
 def test_missing_and_broken_files(drafter_of: DrafterOf, tmp_path: Path) -> None:
@@ -277,3 +284,7 @@ def test_missing_and_broken_files(drafter_of: DrafterOf, tmp_path: Path) -> None
     (tmp_path / "model.safetensors").unlink()
     with pytest.raises(ValueError, match=r"model.safetensors: no such file"):
         load_drafter(tmp_path)
+    for content in ("{oops", "{}", "[]", '{"weight_map": []}', '{"weight_map": {"fc.weight": 3}}'):
+        (tmp_path / "model.safetensors.index.json").write_text(content)
+        with pytest.raises(ValueError, match=r"model.safetensors.index.json: holds no weight_map"):
+            load_drafter(tmp_path)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -108,6 +109,11 @@ def test_nested_form_must_not_contradict_itself(config_of: ConfigOf) -> None:
         ({"rope_parameters": 3}, "rope_parameters must be an object"),
         ({"rope_scaling": {"factor": 2}}, "rope_scaling .* is not supported"),
         ({"final_logit_softcapping": 30.0}, r"final_logit_softcapping \(30.0\) is not a known setting"),
+        ({"rope_parameters": {"rope_theta": 0.0}}, "rope_theta must be a positive number, got 0.0"),
+        ({"rms_norm_eps": math.nan}, "rms_norm_eps must be a positive number, got nan"),
+        ({"layer_types": 5}, "layer_types must be a list, got 5"),
+        ({"sample_from_anchor": "false"}, "sample_from_anchor must be true or false, got 'false'"),
+        ({"enable_confidence_head": 0}, "enable_confidence_head must be true or false, got 0"),
         ({"block_size": None}, "block_size is missing"),
         ({"block_size": "7"}, "block_size must be an integer, got '7'"),
         ({"block_size": 0}, "block_size must be at least 1"),
@@ -143,6 +149,15 @@ def test_refused_by_name(change: dict[str, Any], message: str, config_of: Config
 def test_contradictions_in_a_config_made_in_code(change: dict[str, Any], message: str, config_of: ConfigOf) -> None:
     with pytest.raises(ValueError, match=message):
         config_of("vanilla", **change)
+
+
+@pytest.mark.parametrize("variant", ["vanilla", "eagle3", "mtp"])
+def test_null_is_the_default_as_where_a_number_is_missing(variant: str, config_of: Callable[..., Any]) -> None:
+    config = config_of(variant)
+    names = ["initializer_range", "rms_norm_eps", *(["step_loss_decay"] if variant == "eagle3" else [])]
+    content = config.to_dict() | dict.fromkeys(names)
+    left_out = {name: value for name, value in content.items() if name not in names}
+    assert type(config).from_dict(content) == type(config).from_dict(left_out)
 
 
 def test_settings_that_are_off_or_private_are_accepted(config_of: ConfigOf) -> None:

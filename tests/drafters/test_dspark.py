@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from dspark.drafters import DSparkConfig, DSparkDrafter
+from dspark.drafters.registry import drafter_from_target
 from tests.drafters.conftest import Context
 from tests.drafters.packed import train
 
@@ -21,7 +22,7 @@ ANCHORS = torch.tensor([[4, 9]])
 def test_new_drafter_starts_as_the_base(
     config_of: Callable[..., DSparkConfig], target: Any, context_of: ContextOf
 ) -> None:
-    drafter = DSparkDrafter.from_target(config_of("rnn"), target)
+    drafter = drafter_from_target(config_of("rnn"), target)
     output = train(drafter, context_of(drafter, 12).taps_NT[None], ANCHORS, BLOCKS)
     base = torch.nn.functional.linear(output.hidden_BAGH, drafter.lm_head.weight)
     assert torch.equal(output.logits_BAGD, base)

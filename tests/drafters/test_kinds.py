@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from dspark.drafters import Drafter, DrafterCache, TrainableDrafter, drafter_kind, greedy_sampler
+from dspark.drafters.registry import drafter_from_target
 from dspark.types import Segment
 from tests.drafters.conftest import VARIANTS, Context
 from tests.drafters.packed import train
@@ -389,22 +390,22 @@ def test_refused_calls(variant: str, drafter_of: DrafterOf, context_of: ContextO
 
 
 def test_names_of_the_kinds(drafter_of: DrafterOf) -> None:
-    kinds = {variant: drafter_kind(drafter_of(variant, confidence=variant != "none")) for variant in VARIANTS}
+    kinds = {variant: drafter_kind(drafter_of(variant, confidence=variant != "none").config) for variant in VARIANTS}
     assert kinds == {
         "none": "dflash", "vanilla": "dspark", "gated": "dspark", "rnn": "dspark", "eagle3": "eagle3", "mtp": "mtp",
     }  # fmt: skip
-    assert drafter_kind(drafter_of("none", confidence=True)) == "dspark"
+    assert drafter_kind(drafter_of("none", confidence=True).config) == "dspark"
     assert [drafter_of(variant).needs_whole_blocks for variant in VARIANTS] == [False] * 3 + [True] + [False] * 2
 
 
 @each_variant
 @pytest.mark.parametrize("reduced", [False, True])
 def test_new_drafters_share_the_targets_parts(
-    variant: str, reduced: bool, config_of: Callable[..., Any], drafter_of: DrafterOf, target: Any
+    variant: str, reduced: bool, config_of: Callable[..., Any], target: Any
 ) -> None:
     config = config_of(variant, reduced=reduced)
     ids = [52, 40, 1, 2, 5, 7, 8, 11, 20, 21, 30, 31]
-    drafter: Drafter = type(drafter_of(variant)).from_target(config, target, ids if reduced else None)
+    drafter: Drafter = drafter_from_target(config, target, ids if reduced else None)
     assert isinstance(drafter, TrainableDrafter)
     assert drafter.embed_tokens.weight.data_ptr() == target.embedding_weight_VH.data_ptr()
     assert drafter.tap_layers == config.target_layer_ids
@@ -431,9 +432,9 @@ def test_new_drafters_share_the_targets_parts(
     ],
 )
 def test_refused_draft_vocabularies(
-    ids: list[int] | None, message: str, variant: str, config_of: Callable[..., Any], drafter_of: DrafterOf, target: Any
+    ids: list[int] | None, message: str, variant: str, config_of: Callable[..., Any], target: Any
 ) -> None:
     with pytest.raises(ValueError, match=message):
-        type(drafter_of(variant)).from_target(config_of(variant, reduced=True), target, ids)
+        drafter_from_target(config_of(variant, reduced=True), target, ids)
     with pytest.raises(ValueError, match="draft_token_ids given although"):
-        type(drafter_of(variant)).from_target(config_of(variant), target, [1])
+        drafter_from_target(config_of(variant), target, [1])

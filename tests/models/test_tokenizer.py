@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from dspark.models import tokenizer as module
+from dspark.models import loading
 from dspark.models.tokenizer import load_tokenizer
 from tests.training.data.fakes import END, END_OF_TEXT, make_tokenizer
 
@@ -34,6 +34,22 @@ def test_a_multimodal_config_has_them_one_level_down(directory: Path) -> None:
     assert (loaded.vocab_size, loaded.max_length) == (1, 2)
 
 
+@pytest.mark.parametrize(
+    ("config", "expected"),
+    [
+        ({"model_type": "gpt2", "n_positions": 40, "vocab_size": 300}, (300, 40)),
+        ({"model_type": "gemma3", "text_config": {"model_type": "gemma3_text"}}, (262208, 131072)),
+    ],
+    ids=["another name", "the family's default"],
+)
+def test_sizes_that_a_published_config_says_otherwise(
+    config: dict[str, object], expected: tuple[int, int], directory: Path
+) -> None:
+    (directory / "config.json").write_text(json.dumps(config))
+    loaded = load_tokenizer(str(directory))
+    assert (loaded.vocab_size, loaded.max_length) == expected
+
+
 def test_a_missing_number_is_named(directory: Path) -> None:
     (directory / "config.json").write_text(json.dumps({"vocab_size": 1}))
     with pytest.raises(ValueError, match=r"config\.json: max_position_embeddings must be a whole number"):
@@ -43,11 +59,11 @@ def test_a_missing_number_is_named(directory: Path) -> None:
 def test_from_the_hub_only_small_files_are_fetched(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     asked = {}
 
-    def snapshot_download(name: str, *, allow_patterns: list[str]) -> str:
+    def snapshot_download(name: str, *, allow_patterns: list[str], ignore_patterns: list[str]) -> str:
         asked[name] = allow_patterns
         return str(directory)
 
-    monkeypatch.setattr(module, "snapshot_download", snapshot_download)
+    monkeypatch.setattr(loading, "snapshot_download", snapshot_download)
     assert load_tokenizer("owner/name").name == "owner/name"
     assert asked.keys() == {"owner/name"}
     assert not any("safetensors" in pattern or pattern == "*" for pattern in asked["owner/name"])

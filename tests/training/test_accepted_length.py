@@ -3,7 +3,11 @@ from __future__ import annotations
 import pytest
 import torch
 
-from dspark.training.accepted_length import AcceptanceSums, accepted_length
+from dspark.training.accepted_length import AcceptanceSums, AcceptedLength
+
+
+def accepted_length(acceptance: torch.Tensor, supervised: torch.Tensor) -> AcceptedLength:
+    return AcceptanceSums.of(acceptance, supervised).accepted_length()
 
 
 def test_the_expectation_over_blocks_of_different_lengths() -> None:

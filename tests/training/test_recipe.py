@@ -55,7 +55,7 @@ def test_overrides_reach_any_depth_and_are_yaml(tmp_path: Path) -> None:
         (["optimizer.learning_rate=3"], r"unknown key optimizer; did you mean optimiser\?"),
         (["loss.zzz=3"], r"unknown key loss.zzz; known keys are .*decay"),
         (["batch.steps=many"], r"batch.steps is 'many'"),
-        (["batch.steps=20"], r"warmup_steps \(50\) must be smaller than steps \(20\)"),
+        (["batch.steps=20"], r": batch: warmup_steps \(50\) must be smaller than steps \(20\)"),
         (["drafter.kind=eagle4"], r"drafter.kind is 'eagle4': it must be one of dspark, dflash, eagle3, mtp"),
         (["drafter.kind=mtp"], r"unknown key drafter.mask_token for drafter.kind=mtp.*unknown key drafter.tap_layers"),
         (["drafter.kind=dflash", "drafter.markov_rank=3"], r"unknown key drafter.markov_rank for drafter.kind=dflash"),
@@ -64,8 +64,12 @@ def test_overrides_reach_any_depth_and_are_yaml(tmp_path: Path) -> None:
         (["tracking=wandb"], r"tracking is 'wandb'.*tensorboard"),
         (["drafter.markov_head=lstm"], r"drafter.markov_head is 'lstm'.*vanilla"),
         (["batch.steps"], r"not of the form key=value"),
-        (["seed.steps=1"], r"seed is a value|seed"),
+        (["seed=1", "seed.steps=1"], r"override 'seed.steps=1': seed is a value, not a section"),
         (["drafter.tap_layers=[1"], r"not valid YAML"),
+        (["device=nonsense"], r"device is 'nonsense': give cpu, cuda"),
+        (["seed=99999999999999999999"], r"seed is 99999999999999999999: Input should be less than"),
+        (["optimiser.learning_rate=.inf"], r"optimiser.learning_rate is inf: Input should be a finite number"),
+        (["optimiser.beta1=1.0"], r"optimiser.beta1 is 1.0: Input should be less than 1"),
     ],
 )
 def test_mistakes_are_named_with_a_remedy(tmp_path: Path, overrides: list[str], message: str) -> None:

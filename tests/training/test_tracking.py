@@ -49,9 +49,8 @@ def test_a_package_that_is_missing_is_named_before_the_run(
     target = tiny_target()
     data = write_rows(tmp_path / "data", greedy_rows(target, rows=8))
     recipe = tiny_recipe(data, tmp_path / "run").model_copy(update={"tracking": kind})
-    run = prepare_run(plan_run(recipe, target), resume=True)
     with pytest.raises(ValueError, match="pip install"):
-        Trainer(run, resume=True)
+        plan_run(recipe, target)
 
 
 def curves_of(directory: Path) -> Mapping[str, list[tuple[int, float]]]:

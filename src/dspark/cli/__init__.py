@@ -97,7 +97,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _report(tokens: Sequence[str], message: str) -> int:
-    if "--json" in tokens:
+    # Of several processes (torchrun) one writes on stdout, so that it holds one object.
+    if "--json" in tokens and os.environ.get("RANK", "0") == "0":
         print(json.dumps({"error": message}))
     else:
         print(f"dspark: {message}", file=sys.stderr)

@@ -50,7 +50,7 @@ def train(
 
     The recipe's `drafter.kind` says which: `dspark`, `dflash`, `eagle3` or `mtp`. What it will cost is measured and
     printed before it starts. First the target's states for every row are computed and kept on disk (or computed as
-    needed: `states.source=online`), then a Markov head is fitted to the data's bigrams, then the drafter is trained.
+    needed: `states.source=online`), then a Markov head, if any, is fitted to the bigrams, then the drafter is trained.
     Everything can be interrupted and goes on where it was: Ctrl-C saves, and after a kill the same command continues
     from the last checkpoint with the same loss curve.
 

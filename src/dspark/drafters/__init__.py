@@ -12,10 +12,9 @@ from dspark.drafters.mtp import MtpDrafter
 from dspark.drafters.mtp_config import MtpConfig
 from dspark.drafters.packing import PackedBlocks
 from dspark.drafters.protocol import DraftBlock, Drafter, DraftSampler, DraftTarget, greedy_sampler
-from dspark.drafters.registry import KINDS, TrainableDrafter, drafter_kind
+from dspark.drafters.registry import TrainableDrafter, drafter_kind
 
 __all__ = [
-    "KINDS",
     "DSparkConfig",
     "DSparkDrafter",
     "DraftBlock",

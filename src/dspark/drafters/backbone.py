@@ -70,12 +70,12 @@ class FusedWeights:
 
     Attributes:
         qkv_LOH: Rows of q_proj, k_proj and v_proj of every layer.
-        gate_up_LIH: Rows of gate_proj and up_proj of every layer.
+        gate_up_LOH: Rows of gate_proj and up_proj of every layer.
         head_norms_L2d: q_norm and k_norm of every layer.
     """
 
     qkv_LOH: Tensor
-    gate_up_LIH: Tensor
+    gate_up_LOH: Tensor
     head_norms_L2d: Tensor
     pointers: tuple[int, ...]
 
@@ -86,10 +86,10 @@ class FusedWeights:
         # Parameters must stay ordinary tensors even if the first block is drafted in inference mode.
         with torch.inference_mode(False), torch.no_grad():
             qkv_LOH = torch.stack([torch.cat([weight.detach() for weight in group]) for group in qkv_groups])
-            gate_up_LIH = torch.stack([torch.cat([weight.detach() for weight in group]) for group in gate_up_groups])
-            norms_LD = torch.stack([torch.cat([weight.detach() for weight in group]) for group in norm_groups])
+            gate_up_LOH = torch.stack([torch.cat([weight.detach() for weight in group]) for group in gate_up_groups])
+            norms_LO = torch.stack([torch.cat([weight.detach() for weight in group]) for group in norm_groups])
             pointers: list[int] = []
-            for stacked, groups in ((qkv_LOH, qkv_groups), (gate_up_LIH, gate_up_groups), (norms_LD, norm_groups)):
+            for stacked, groups in ((qkv_LOH, qkv_groups), (gate_up_LOH, gate_up_groups), (norms_LO, norm_groups)):
                 for layer_rows, group in zip(stacked, groups, strict=True):
                     start = 0
                     for weight in group:
@@ -98,8 +98,8 @@ class FusedWeights:
                         start += len(weight)
         return cls(
             qkv_LOH=qkv_LOH,
-            gate_up_LIH=gate_up_LIH,
-            head_norms_L2d=norms_LD.view(len(layers), 2, -1),
+            gate_up_LOH=gate_up_LOH,
+            head_norms_L2d=norms_LO.view(len(layers), 2, -1),
             pointers=tuple(pointers),
         )
 

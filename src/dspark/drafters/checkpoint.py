@@ -27,6 +27,7 @@ from dspark.files import replacing, write_json
 CONFIG_FILE = "config.json"
 TENSOR_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
+_FLOATING_TYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 _EMBEDDED_DIRECTORY = "assets/smollm2-135m-instruct"
 
 
@@ -143,9 +144,7 @@ def _read_tensors(directory: Path) -> tuple[Path, dict[str, Tensor]]:
     files = [path]
     if not path.exists() and index.exists():
         path = index
-        files = sorted(
-            {directory / name for name in json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()}
-        )
+        files = _indexed_files(index)
     tensors: dict[str, Tensor] = {}
     for file in files:
         if not file.exists():
@@ -157,6 +156,14 @@ def _read_tensors(directory: Path) -> tuple[Path, dict[str, Tensor]]:
         except SafetensorError as error:
             raise ValueError(f"{file}: not a readable safetensors file ({error}); fetch or write it again") from error
     return path, tensors
+
+
+def _indexed_files(index: Path) -> list[Path]:
+    try:
+        names = json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()
+        return sorted({index.parent / name for name in names})
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ValueError(f"{index}: holds no weight_map with the name of each tensor's file; fetch it again") from error
 
 
 def _complete_vocabulary(path: Path, config: DrafterConfig, stored: dict[str, Tensor]) -> None:
@@ -226,6 +233,11 @@ def _check_tensors(path: Path, stored: Mapping[str, Tensor], expected: Mapping[s
             raise ValueError(
                 f"{path}: tensor {name} has shape {list(stored[name].shape)}, "
                 f"but {CONFIG_FILE} asks for {list(tensor.shape)}"
+            )
+        if tensor.is_floating_point() and stored[name].dtype not in _FLOATING_TYPES:
+            raise ValueError(
+                f"{path}: tensor {name} is {stored[name].dtype}; quantised drafters are not read, it must be one of "
+                f"{', '.join(map(str, _FLOATING_TYPES))}"
             )
 
 

@@ -8,6 +8,7 @@ from typing import Any
 
 from dspark.drafters.config_common import (
     architecture_of,
+    boolean,
     check_common_fields,
     common_content,
     common_fields,
@@ -164,24 +165,23 @@ class DSparkConfig:
         values = _merge_nested(content) if nested else dict(content)
         refuse_unsupported(values, own_keys=_OWN_KEYS, fixed_values=_FIXED_VALUES, may_say_tied=nested)
 
-        sample_from_anchor = values.get("sample_from_anchor")
-        if sample_from_anchor is None:
-            sample_from_anchor = architecture != "DFlashDraftModel"
+        sample_from_anchor = boolean(values, "sample_from_anchor", default=architecture != "DFlashDraftModel")
         block_size = integer(values, "block_size")
         if architecture == "DFlashDraftModel" and not sample_from_anchor:
             block_size -= 1
         rank = integer(values, "markov_rank", default=0)
-        has_confidence = bool(values.get("enable_confidence_head") or False)
+        has_confidence = boolean(values, "enable_confidence_head", default=False)
         return cls(
             **common_fields(values),
             num_hidden_layers=integer(values, "num_hidden_layers"),
             block_size=block_size,
             mask_token_id=integer(values, "mask_token_id"),
-            sample_from_anchor=bool(sample_from_anchor),
+            sample_from_anchor=sample_from_anchor,
             markov_rank=rank,
             markov_head_type=values.get("markov_head_type") if rank > 0 else None,
             enable_confidence_head=has_confidence,
-            confidence_head_with_markov=has_confidence and bool(values.get("confidence_head_with_markov", rank > 0)),
+            confidence_head_with_markov=has_confidence
+            and boolean(values, "confidence_head_with_markov", default=rank > 0),
             num_anchors=integer(values, "num_anchors", default=512),
         )
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping, Set
 from pathlib import Path
 from typing import Any, Protocol
@@ -114,6 +115,9 @@ def check_common_fields(config: DrafterConfig) -> None:
         config.draft_vocab_size <= config.vocab_size,
         f"draft_vocab_size ({config.draft_vocab_size}) must not exceed vocab_size ({config.vocab_size})",
     )
+    for field in ("rms_norm_eps", "rope_theta"):
+        value = getattr(config, field)
+        require(0 < value < math.inf, f"{field} must be a positive number, got {value}")
     layers = config.target_layer_ids
     require(len(layers) > 0, "target_layer_ids is empty; name at least one target layer")
     require(len(set(layers)) == len(layers), f"target_layer_ids {list(layers)} names a layer twice")
@@ -236,7 +240,9 @@ def refuse_unsupported(
         target_hidden_size in (None, values.get("hidden_size")),
         f"target_hidden_size {target_hidden_size!r} is not supported; it must equal hidden_size",
     )
-    for layer_type in values.get("layer_types") or []:
+    layer_types = values.get("layer_types") or []
+    require(isinstance(layer_types, list), f"layer_types must be a list, got {layer_types!r}")
+    for layer_type in layer_types:
         require(
             layer_type == "full_attention", f"layer_types contains {layer_type!r}; only 'full_attention' is supported"
         )
@@ -288,9 +294,21 @@ def integer(values: Mapping[str, Any], key: str, default: int | None = None) -> 
     return value
 
 
+def boolean(values: Mapping[str, Any], key: str, default: bool) -> bool:
+    """The truth value at `key`, `default` where it is missing or null; ValueError for anything else."""
+    value = values.get(key)
+    if value is None:
+        return default
+    if not isinstance(value, bool):
+        raise ValueError(f"{key} must be true or false, got {value!r}")
+    return value
+
+
 def number(values: Mapping[str, Any], key: str, default: float) -> float:
-    """The number at `key`; ValueError for anything else."""
-    value = values.get(key, default)
+    """The number at `key`, `default` where it is missing or null; ValueError for anything else."""
+    value = values.get(key)
+    if value is None:
+        return default
     if isinstance(value, bool) or not isinstance(value, int | float):
         raise ValueError(f"{key} must be a number, got {value!r}")
     return float(value)
@@ -308,7 +326,7 @@ def _layer_ids(values: Mapping[str, Any]) -> tuple[int, ...]:
 def _rope_theta(values: Mapping[str, Any]) -> float:
     parameters = values.get("rope_parameters")
     if parameters is None:
-        if "rope_theta" not in values:
+        if values.get("rope_theta") is None:
             raise ValueError("rope_parameters is missing (and so is rope_theta)")
         return number(values, "rope_theta", default=0.0)
     if not isinstance(parameters, Mapping):
@@ -319,6 +337,6 @@ def _rope_theta(values: Mapping[str, Any]) -> float:
     require(not extra, f"rope_parameters.{extra[0] if extra else ''} is not supported with rope_type 'default'")
     partial = parameters.get("partial_rotary_factor", 1.0)
     require(partial == 1.0, f"rope_parameters.partial_rotary_factor {partial!r} is not supported; it must be 1.0")
-    if "rope_theta" not in parameters:
+    if parameters.get("rope_theta") is None:
         raise ValueError("rope_parameters.rope_theta is missing")
     return number(parameters, "rope_theta", default=0.0)

@@ -1,8 +1,8 @@
 """The DSpark drafter: parallel backbone, sequential head, confidence head (SPEC, sections 3.1 and 3.2.1 of the paper).
 
-Letters in names: N flat tokens, T concatenated taps, H hidden, R rows (requests), G draft tokens of a block, D draft
-vocabulary, B sequences, S positions, A anchors, I block inputs (G, or 1 + G), h heads, g key/value heads, d head
-size, r rank, L layers.
+Letters in names: N flat tokens, T concatenated taps, H hidden, R rows (requests), M training blocks, G draft tokens of
+a block, I block inputs (G, or 1 + G), D draft vocabulary, h heads, g key/value heads, d head size, r rank, L layers,
+O rows of a fused projection, K keys, X any leading shape.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ from dspark.drafters.cache import (
 )
 from dspark.drafters.confidence import ConfidenceHead
 from dspark.drafters.config import DSparkConfig
-from dspark.drafters.initialization import draft_token_ids, register_target_parts, start_from_target
+from dspark.drafters.initialization import draft_token_ids, register_target_parts
 from dspark.drafters.layers import RopeTables, project_taps, rms_norm
 from dspark.drafters.packing import BlockLayout, PackedBlocks
-from dspark.drafters.protocol import DraftBlock, DraftSampler, DraftTarget
+from dspark.drafters.protocol import DraftBlock, DraftSampler
 from dspark.drafters.sequential import HEADS, SequentialHead, corrected_logits, embed_previous
 from dspark.models.rope import rotate
 from dspark.types import Segment
@@ -39,8 +39,9 @@ class DSparkDrafter(nn.Module):
     """A drafter in the published form: the names of its ``state_dict`` are those of FORMATS.md, form A.
 
     ``embed_tokens`` and ``lm_head`` are the target's and frozen; everything else is trained. With a reduced vocabulary
-    ``lm_head`` holds the target's rows of the draft tokens. Parameters start uninitialised: use `from_target` for a
-    new drafter and `dspark.drafters.checkpoint.load_drafter` for a stored one.
+    ``lm_head`` holds the target's rows of the draft tokens. Parameters start without values: use
+    `dspark.drafters.registry.drafter_from_target` for a new drafter and `dspark.drafters.checkpoint.load_drafter` for
+    a stored one.
     """
 
     embed_tokens: nn.Embedding
@@ -70,21 +71,6 @@ class DSparkDrafter(nn.Module):
                 self.confidence_head = ConfidenceHead(hidden_size, rank)
         self._fused: FusedWeights | None = None
         self._rope = RopeTables(config)
-
-    @classmethod
-    def from_target(
-        cls,
-        config: DSparkConfig,
-        target: DraftTarget,
-        draft_token_ids: Sequence[int] | Tensor | None = None,
-        *,
-        dtype: torch.dtype = torch.float32,
-        generator: torch.Generator | None = None,
-    ) -> DSparkDrafter:
-        """A new drafter to be trained for `target`; see `start_from_target`."""
-        drafter = cls(config)
-        start_from_target(drafter, config, target, draft_token_ids, dtype=dtype, generator=generator)
-        return drafter
 
     @property
     def block_size(self) -> int:
@@ -268,7 +254,7 @@ class DSparkDrafter(nn.Module):
             mixed = mixed.view(rows, kv_heads, -1, inputs, head_dim).permute(0, 3, 1, 2, 4).reshape(rows * inputs, -1)
             hidden = hidden + F.linear(mixed, layer.self_attn.o_proj.weight)
             normed = rms_norm(hidden, layer.post_attention_layernorm)
-            gate, up = F.linear(normed, fused.gate_up_LIH[index]).chunk(2, dim=-1)
+            gate, up = F.linear(normed, fused.gate_up_LOH[index]).chunk(2, dim=-1)
             hidden = hidden + F.linear(F.silu(gate) * up, layer.mlp.down_proj.weight)
         predicting = hidden.view(rows, inputs, hidden_size)[:, inputs - self.block_size :]
         return rms_norm(predicting, self.norm)

@@ -12,11 +12,11 @@ from torch import Tensor, nn
 from dspark.calibration.calibration import Calibration
 from dspark.drafters.cache import DrafterCache
 from dspark.drafters.eagle3_config import Eagle3Config
-from dspark.drafters.initialization import draft_token_ids, register_target_parts, start_from_target
+from dspark.drafters.initialization import draft_token_ids, register_target_parts
 from dspark.drafters.layers import RopeTables, project_taps
 from dspark.drafters.packing import PackedBlocks
 from dspark.drafters.pairs import PairLayer, extend_pairs, new_pair_cache, propose_pairs, train_pairs
-from dspark.drafters.protocol import DraftBlock, DraftSampler, DraftTarget
+from dspark.drafters.protocol import DraftBlock, DraftSampler
 from dspark.types import Segment
 
 
@@ -44,21 +44,6 @@ class Eagle3Drafter(nn.Module):
             self.layers = nn.ModuleList([PairLayer(config, doubled=True)])
             self.norm = nn.RMSNorm(hidden_size, eps=eps)
         self.rope = RopeTables(config)
-
-    @classmethod
-    def from_target(
-        cls,
-        config: Eagle3Config,
-        target: DraftTarget,
-        draft_token_ids: Sequence[int] | Tensor | None = None,
-        *,
-        dtype: torch.dtype = torch.float32,
-        generator: torch.Generator | None = None,
-    ) -> Eagle3Drafter:
-        """A new drafter to be trained for `target`; see `start_from_target`."""
-        drafter = cls(config)
-        start_from_target(drafter, config, target, draft_token_ids, dtype=dtype, generator=generator)
-        return drafter
 
     @property
     def block_size(self) -> int:

@@ -11,12 +11,12 @@ from torch import Tensor, nn
 
 from dspark.calibration.calibration import Calibration
 from dspark.drafters.cache import DrafterCache
-from dspark.drafters.initialization import draft_token_ids, register_target_parts, start_from_target
+from dspark.drafters.initialization import draft_token_ids, register_target_parts
 from dspark.drafters.layers import RopeTables, rms_norm
 from dspark.drafters.mtp_config import MtpConfig
 from dspark.drafters.packing import PackedBlocks
 from dspark.drafters.pairs import PairLayer, extend_pairs, new_pair_cache, propose_pairs, train_pairs
-from dspark.drafters.protocol import DraftBlock, DraftSampler, DraftTarget
+from dspark.drafters.protocol import DraftBlock, DraftSampler
 from dspark.types import Segment
 
 
@@ -45,21 +45,6 @@ class MtpDrafter(nn.Module):
             self.layers = nn.ModuleList([PairLayer(config, doubled=False)])
             self.norm = nn.RMSNorm(hidden_size, eps=eps)
         self.rope = RopeTables(config)
-
-    @classmethod
-    def from_target(
-        cls,
-        config: MtpConfig,
-        target: DraftTarget,
-        draft_token_ids: Sequence[int] | Tensor | None = None,
-        *,
-        dtype: torch.dtype = torch.float32,
-        generator: torch.Generator | None = None,
-    ) -> MtpDrafter:
-        """A new drafter to be trained for `target`; see `start_from_target`."""
-        drafter = cls(config)
-        start_from_target(drafter, config, target, draft_token_ids, dtype=dtype, generator=generator)
-        return drafter
 
     @property
     def block_size(self) -> int:

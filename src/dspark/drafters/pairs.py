@@ -9,7 +9,8 @@ of context pairs depend on these pairs alone and are cached without any attentio
 A drafter's own way of making a layer's input out of a pair is `PairModel.combine`; everything else is here.
 
 Letters: N flat tokens or pairs, T concatenated taps, H hidden, R rows (requests), M training blocks, G draft tokens of
-a block, D draft vocabulary, h heads, g key/value heads, d head size, X any leading shape.
+a block, D draft vocabulary, h heads, g key/value heads, d head size, W width of the attention input (H, or 2 H), O
+width of what attention mixed (h d), X any leading shape.
 """
 
 from __future__ import annotations

@@ -27,13 +27,6 @@ TrainableDrafter = DSparkDrafter | Eagle3Drafter | MtpDrafter
 
 AnyConfig = DSparkConfig | Eagle3Config | MtpConfig
 
-KINDS: dict[str, type[TrainableDrafter]] = {
-    "dspark": DSparkDrafter,
-    "dflash": DSparkDrafter,  # without sequential head and confidence head
-    "eagle3": Eagle3Drafter,
-    "mtp": MtpDrafter,
-}
-
 _READERS: dict[str, Callable[[Mapping[str, Any]], AnyConfig]] = {
     DSPARK_ARCHITECTURE: DSparkConfig.from_dict,
     **dict.fromkeys(NESTED_ARCHITECTURES, DSparkConfig.from_dict),
@@ -42,14 +35,14 @@ _READERS: dict[str, Callable[[Mapping[str, Any]], AnyConfig]] = {
 }
 
 
-def drafter_kind(drafter: TrainableDrafter) -> str:
-    """Which of `KINDS` a drafter is."""
-    match drafter.config:
+def drafter_kind(config: AnyConfig) -> str:
+    """``drafter.kind`` of a recipe for such a drafter; ``dflash`` has neither sequential nor confidence head."""
+    match config:
         case Eagle3Config():
             return "eagle3"
         case MtpConfig():
             return "mtp"
-        case DSparkConfig() as config:
+        case DSparkConfig():
             return "dspark" if config.markov_rank > 0 or config.enable_confidence_head else "dflash"
 
 

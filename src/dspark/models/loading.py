@@ -21,7 +21,7 @@ from dspark.models.gguf_file import read_gguf
 from dspark.models.target import Target
 from dspark.models.transformers_checkpoint import read_transformers
 
-_CHECKPOINT_FILES = ["*.json", "*.safetensors", "*.jinja", "tokenizer.model", "merges.txt", "vocab.txt"]
+_SMALL_FILES = ["*.json", "*.jinja", "tokenizer.model", "merges.txt", "vocab.txt"]
 _NOT_CHECKPOINT_FILES = ["consolidated*", "original/*"]  # the same weights once more, in a vendor's own format
 
 Implementation = Literal["native", "transformers"]
@@ -70,7 +70,7 @@ def load_target(
     if implementation not in ("auto", "native", "transformers"):
         raise ValueError(f"implementation {implementation!r} is not one of auto, native, transformers")
     _check_device(device)
-    path = _resolve(name_or_path)
+    path = find_checkpoint(name_or_path)
     name = EMBEDDED_NAME if name_or_path == "embedded" else name_or_path
     if path.is_file():
         if implementation == "transformers":
@@ -85,10 +85,10 @@ def load_target(
             ),
             tokenizer=gguf.tokenizer,
             name=name,
-            stop_token_ids=_stop_token_ids(gguf.config, {}, gguf.tokenizer),
+            stop_token_ids=read_stop_token_ids(gguf.config, {}, gguf.tokenizer),
         )
-    raw = _read_json(path / "config.json")
-    generation = _read_json(path / "generation_config.json", required=False)
+    raw = read_checkpoint_json(path / "config.json")
+    generation = read_checkpoint_json(path / "generation_config.json", required=False)
     config, why_not_native = _native_config(raw, implementation)
     model: Target
     if config is not None:
@@ -101,7 +101,7 @@ def load_target(
         model=model,
         tokenizer=tokenizer,
         name=name,
-        stop_token_ids=_stop_token_ids(raw, generation, tokenizer),
+        stop_token_ids=read_stop_token_ids(raw, generation, tokenizer),
         implementation="native" if config is not None else "transformers",
         notices=() if why_not_native is None else (_notice(name, why_not_native, dtype, model),),
     )
@@ -145,7 +145,17 @@ def _check_device(device: str) -> None:
         raise ValueError(f"device {device!r} cannot be used here: {reason}") from error
 
 
-def _resolve(name_or_path: str) -> Path:
+def find_checkpoint(name_or_path: str, *, weights: bool = True) -> Path:
+    """The checkpoint directory or GGUF file of a target, fetched where it is not on this machine.
+
+    Args:
+        name_or_path: as in :func:`load_target`.
+        weights: whether a hub checkpoint's weights are fetched; without them only its config and tokenizer are.
+
+    Raises:
+        ValueError: if a file is no GGUF file.
+        OSError: if it cannot be found or fetched.
+    """
     if name_or_path == "embedded":
         return embedded_target()
     path = Path(name_or_path).expanduser()
@@ -157,15 +167,20 @@ def _resolve(name_or_path: str) -> Path:
         return path
     if name_or_path.startswith((".", "/", "~")) or name_or_path.count("/") != 1 or name_or_path.endswith(".gguf"):
         raise FileNotFoundError(f"no such target: {name_or_path} (embedded, a directory, a .gguf file, or owner/name)")
+    wanted = [*_SMALL_FILES, "*.safetensors"] if weights else _SMALL_FILES
     try:
-        return Path(
-            snapshot_download(name_or_path, allow_patterns=_CHECKPOINT_FILES, ignore_patterns=_NOT_CHECKPOINT_FILES)
-        )
+        return Path(snapshot_download(name_or_path, allow_patterns=wanted, ignore_patterns=_NOT_CHECKPOINT_FILES))
     except (HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
         raise OSError(f"could not fetch {name_or_path} from the Hugging Face hub: {error}") from error
 
 
-def _read_json(path: Path, *, required: bool = True) -> dict[str, Any]:
+def read_checkpoint_json(path: Path, *, required: bool = True) -> dict[str, Any]:
+    """The JSON object in a checkpoint's file; empty where the file is missing and not ``required``.
+
+    Raises:
+        FileNotFoundError: if it is missing and required.
+        ValueError: if it holds something else.
+    """
     if not path.is_file():
         if required:
             raise FileNotFoundError(f"{path} is missing: not a Hugging Face checkpoint directory")
@@ -187,7 +202,7 @@ def _text_config(raw: dict[str, Any]) -> dict[str, Any]:
 
 
 def _read_weights(directory: Path) -> dict[str, torch.Tensor]:
-    index = _read_json(directory / "model.safetensors.index.json", required=False)
+    index = read_checkpoint_json(directory / "model.safetensors.index.json", required=False)
     names = ["model.safetensors"]
     if index:
         if not isinstance(index.get("weight_map"), dict):
@@ -219,9 +234,10 @@ def _language_model_name(key: str) -> str | None:
     return key.removeprefix("language_model.")
 
 
-def _stop_token_ids(
+def read_stop_token_ids(
     raw: dict[str, Any], generation: dict[str, Any], tokenizer: PreTrainedTokenizerBase
 ) -> frozenset[int]:
+    """Tokens that end an answer: ``eos_token_id`` of the generation config, the config (``raw``) and the tokenizer."""
     ids: set[int] = set()
     configs = (generation, raw, raw.get("text_config") or {})
     for value in (*(config.get("eos_token_id") for config in configs), tokenizer.eos_token_id):

@@ -7,15 +7,12 @@ from pathlib import Path
 from typing import Any
 
 import gguf
-from huggingface_hub import snapshot_download
-from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
-from transformers import AutoTokenizer, PreTrainedTokenizerBase
+from transformers import AutoConfig, AutoTokenizer, PreTrainedTokenizerBase
+from transformers.models.auto import CONFIG_MAPPING
 
 from dspark.models.embedded import NAME as EMBEDDED_NAME
 from dspark.models.gguf_tokenizer import tokenizer_from_gguf
-from dspark.models.loading import _read_json, _resolve, _stop_token_ids
-
-_FILES = ["*.json", "*.jinja", "tokenizer.model", "merges.txt", "vocab.txt"]
+from dspark.models.loading import find_checkpoint, read_checkpoint_json, read_stop_token_ids
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,34 +42,38 @@ def load_tokenizer(name_or_path: str) -> TargetTokenizer:
         ValueError: if a file cannot be used, naming the field.
         OSError: if it cannot be found or fetched.
     """
-    path = _fetch(name_or_path)
+    path = find_checkpoint(name_or_path, weights=False)
     name = EMBEDDED_NAME if name_or_path == "embedded" else name_or_path
     if path.is_file():
         return _from_gguf(path, name)
-    raw = _read_json(path / "config.json")
-    raw = raw.get("text_config") or raw
-    missing = [key for key in ("vocab_size", "max_position_embeddings") if not isinstance(raw.get(key), int)]
-    if missing:
-        raise ValueError(f"{path / 'config.json'}: {missing[0]} must be a whole number")
+    raw = read_checkpoint_json(path / "config.json")
+    vocab_size, max_length = _sizes(path, raw)
     tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=False)
-    generation = _read_json(path / "generation_config.json", required=False)
+    generation = read_checkpoint_json(path / "generation_config.json", required=False)
     return TargetTokenizer(
         tokenizer=tokenizer,
         name=name,
-        vocab_size=raw["vocab_size"],
-        max_length=raw["max_position_embeddings"],
-        stop_token_ids=_stop_token_ids(raw, generation, tokenizer),
+        vocab_size=vocab_size,
+        max_length=max_length,
+        stop_token_ids=read_stop_token_ids(raw.get("text_config") or raw, generation, tokenizer),
     )
 
 
-def _fetch(name_or_path: str) -> Path:
-    local = name_or_path == "embedded" or Path(name_or_path).expanduser().exists()
-    if local or name_or_path.startswith((".", "/", "~")) or name_or_path.count("/") != 1:
-        return _resolve(name_or_path)
-    try:
-        return Path(snapshot_download(name_or_path, allow_patterns=_FILES))
-    except (HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
-        raise OSError(f"could not fetch the tokenizer of {name_or_path} from the Hugging Face hub: {error}") from error
+def _sizes(path: Path, raw: dict[str, Any]) -> tuple[int, int]:
+    """Vocabulary and context; published configs leave out what is a family's default, or call it by another name."""
+    text = raw.get("text_config") or raw
+    sizes = {name: text.get(name) for name in ("vocab_size", "max_position_embeddings")}
+    if None in sizes.values() and raw.get("model_type") in CONFIG_MAPPING:
+        config = AutoConfig.from_pretrained(path, trust_remote_code=False).get_text_config(decoder=True)
+        sizes = {name: getattr(config, name, None) for name in sizes}
+    vocab_size, max_length = (_whole_number(path, name, value) for name, value in sizes.items())
+    return vocab_size, max_length
+
+
+def _whole_number(path: Path, name: str, value: object) -> int:
+    if not isinstance(value, int):
+        raise ValueError(f"{path / 'config.json'}: {name} must be a whole number, got {value!r}")
+    return value
 
 
 def _from_gguf(path: Path, name: str) -> TargetTokenizer:
@@ -91,5 +92,5 @@ def _from_gguf(path: Path, name: str) -> TargetTokenizer:
         name=name,
         vocab_size=len(metadata["tokenizer.ggml.tokens"]),
         max_length=length,
-        stop_token_ids=_stop_token_ids(raw, {}, tokenizer),
+        stop_token_ids=read_stop_token_ids(raw, {}, tokenizer),
     )

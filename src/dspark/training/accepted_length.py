@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-__all__ = ["AcceptanceSums", "AcceptedLength", "accepted_length"]
+__all__ = ["AcceptanceSums", "AcceptedLength"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,7 +49,16 @@ class AcceptanceSums:
 
     @staticmethod
     def of(acceptance_MG: Tensor, supervised_MG: Tensor) -> AcceptanceSums:
-        """Of one batch, on the CPU; see :func:`accepted_length`."""
+        """Of one batch of blocks whose slots are accepted with the given probabilities; on the CPU.
+
+        At temperature 1 ``acceptance = 1 − ½‖q − p‖₁``, which makes the expectation exact given the data's prefix; for
+        greedy decoding it is 1 where the two argmaxes agree, else 0. Every slot counts in the blocks that supervise it
+        only, so a response's end does not count as a rejection.
+
+        Args:
+            acceptance_MG: probabilities.
+            supervised_MG: bool, a prefix of each row.
+        """
         acceptance_MG, supervised_MG = acceptance_MG.cpu(), supervised_MG.cpu()
         probabilities_MG = torch.where(supervised_MG, acceptance_MG.to(torch.float64).clamp(0.0, 1.0), 0.0)
         survival_MG = probabilities_MG.cumprod(dim=1)
@@ -81,17 +90,3 @@ class AcceptanceSums:
                 torch.where(self.reached_G > 0.0, self.survival_G / self.reached_G, 0.0).tolist()
             ),
         )
-
-
-def accepted_length(acceptance_MG: Tensor, supervised_MG: Tensor) -> AcceptedLength:
-    """Expected accepted length of blocks whose slots are accepted with the given probabilities.
-
-    At temperature 1 ``acceptance = 1 − ½‖q − p‖₁``, which makes the expectation exact given the data's prefix; for
-    greedy decoding it is 1 where the two argmaxes agree, else 0. Every slot is averaged over the blocks that supervise
-    it, so a response's end does not count as a rejection.
-
-    Args:
-        acceptance_MG: probabilities.
-        supervised_MG: bool, a prefix of each row.
-    """
-    return AcceptanceSums.of(acceptance_MG, supervised_MG).accepted_length()

@@ -13,6 +13,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Protocol, TypeVar
 
 import numpy as np
 import torch
@@ -83,14 +84,22 @@ class TrainingBatch:
     target_argmax_N: Tensor
 
 
-def held_out_split(rows: Sequence[StoredRow], fraction: float) -> tuple[list[StoredRow], list[StoredRow]]:
+class _Named(Protocol):
+    @property
+    def id(self) -> str: ...
+
+
+Row = TypeVar("Row", bound=_Named)
+
+
+def held_out_split(rows: Sequence[Row], fraction: float) -> tuple[list[Row], list[Row]]:
     """Split rows in (training, held out) by a hash of their ids.
 
     Raises:
         ValueError: one of the two would be empty.
     """
-    training: list[StoredRow] = []
-    held_out: list[StoredRow] = []
+    training: list[Row] = []
+    held_out: list[Row] = []
     for row in rows:
         draw = int.from_bytes(hashlib.sha256(f"held-out {row.id}".encode()).digest()[:8], "big") / 2.0**64
         (held_out if draw < fraction else training).append(row)

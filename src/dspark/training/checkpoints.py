@@ -19,7 +19,10 @@ from dspark.drafters.checkpoint import save_drafter
 from dspark.drafters.registry import TrainableDrafter
 from dspark.files import remove_leftovers, replacing_directory, write_json
 
-__all__ = ["CheckpointDirectory"]
+__all__ = ["CHECKPOINTS", "CheckpointDirectory"]
+
+CHECKPOINTS = "checkpoints"
+"""Their directory in a run."""
 
 _STATE_FILE = "training_state.pt"
 _PROVENANCE_FILE = "provenance.json"
@@ -107,6 +110,7 @@ class CheckpointDirectory:
         Raises:
             OSError: it could not be written.
         """
+        remove_leftovers(destination.parent, destination.name)
         with replacing_directory(destination) as directory:
             for file in self.path(step).iterdir():
                 if file.name != _STATE_FILE:

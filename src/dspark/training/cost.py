@@ -17,7 +17,7 @@ from dspark.training.drafter_config import drafter_config
 from dspark.training.forward import TargetHead
 from dspark.training.optimisers import Optimisers
 from dspark.training.run import RunPlan
-from dspark.training.states import OnlineStates, RowStates, StoredRow, StoreSpec
+from dspark.training.states import OnlineStates, RowStates, StoredRow, StoreSpec, cut_spans
 from dspark.training.step import ParallelStep, TrainingStep
 
 __all__ = ["RunCost", "measure_cost"]
@@ -58,12 +58,13 @@ def measure_cost(plan: RunPlan) -> RunCost:
     Takes about as long as four steps. Nothing is written.
     """
     recipe, target = plan.recipe, plan.target.model
-    rows = [row for row in plan.rows if row.response_tokens >= 2]
+    max_length = plan.spec.max_length
     wanted = recipe.batch.blocks_per_step * recipe.batch.anchor_every_tokens
     sample, tokens, responses = [], 0, 0
-    for row in rows:
+    for row in plan.usable_rows:
         sample.append(row)
-        tokens, responses = tokens + len(row.token_ids), responses + row.response_tokens
+        tokens += min(len(row.token_ids), max_length)
+        responses += sum(end - start for start, end in cut_spans(row, max_length))
         if responses >= wanted or tokens >= _MOST_TOKENS:
             break
     if target.device.type != "cpu":
@@ -111,13 +112,15 @@ def measure_cost(plan: RunPlan) -> RunCost:
             seconds, block_tokens = seconds + time.perf_counter() - began, block_tokens + sums.block_tokens
     # The sample may be smaller than a step; what a step costs besides its tokens is then counted a little too often.
     step_seconds = seconds / block_tokens * plan.block_tokens_per_step
-    evaluated = min(recipe.held_out.blocks, plan.response_tokens * recipe.held_out.fraction)
-    evaluation_blocks = recipe.batch.steps / recipe.held_out.every_steps * evaluated
-    evaluation_seconds = step_seconds * _EVALUATION_SHARE_OF_STEP * evaluation_blocks / recipe.batch.blocks_per_step
-    states_seconds = plan.estimate.tokens * token_seconds
+    block_seconds = step_seconds / recipe.batch.blocks_per_step
+    online_seconds = 0.0  # of the states of one block
     if recipe.states.source == "online":
-        tokens_per_step = plan.block_tokens_per_step * plan.tokens / max(1, plan.response_tokens)
-        step_seconds += tokens_per_step * token_seconds
+        online_seconds = recipe.batch.anchor_every_tokens * plan.tokens / max(1, plan.response_tokens) * token_seconds
+    step_seconds += recipe.batch.blocks_per_step * online_seconds
+    held_out_blocks = plan.response_tokens * recipe.held_out.fraction / recipe.batch.anchor_every_tokens
+    evaluated = recipe.batch.steps / recipe.held_out.every_steps * min(recipe.held_out.blocks, held_out_blocks)
+    evaluation_seconds = evaluated * (_EVALUATION_SHARE_OF_STEP * block_seconds + online_seconds)
+    states_seconds = plan.estimate.tokens * token_seconds
     return RunCost(
         trained_parameters=optimisers.num_parameters,
         states_seconds=states_seconds,

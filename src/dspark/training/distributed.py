@@ -8,6 +8,7 @@ from __future__ import annotations
 import itertools
 import os
 import re
+import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -31,6 +32,8 @@ _COMMUNICATION = re.compile(
 )
 _WHILE_MAIN_WORKS = timedelta(days=365)
 """The others wait for the main process as long as it lives: computing teacher states takes hours."""
+
+_PATIENT_POLL_S = 0.2
 
 T = TypeVar("T")
 
@@ -181,6 +184,36 @@ class World:
         if outcome != "done":
             raise WorkerLostError(f"process 0 of the run {outcome}")
         return None
+
+    def together(self, work: Callable[[Callable[[], None]], T]) -> T:
+        """Do something in all processes that takes each of them its own time, however long.
+
+        Args:
+            work: is given a barrier that waits without a limit, as often as it is called.
+
+        Raises:
+            WorkerLostError: the work failed in another process.
+        """
+        if self.store is None:
+            return work(lambda: None)
+        store, name = self.store, f"together/{next(self._messages)}"
+        rounds = itertools.count()
+
+        def barrier() -> None:
+            key = f"{name}/{next(rounds)}"
+            if store.add(key, 1) == self.world_size:
+                store.set(f"{key}/all", "here")
+            while not store.check([f"{key}/all"]):
+                if store.check([f"{name}/failed"]):
+                    raise WorkerLostError(store.get(f"{name}/failed").decode())
+                time.sleep(_PATIENT_POLL_S)
+
+        with _communication():
+            try:
+                return work(barrier)
+            except BaseException as error:
+                store.set(f"{name}/failed", f"process {self.rank} of the run failed ({type(error).__name__}: {error})")
+                raise
 
     def main_first(self, first: Callable[[], T], then: Callable[[], T]) -> T:
         """``first()`` of the main process and, after it is done, ``then()`` of the others: for what prepares files."""

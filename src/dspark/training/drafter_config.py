@@ -2,24 +2,48 @@
 
 from __future__ import annotations
 
+import re
+from dataclasses import fields
+from pathlib import Path
 from typing import Any
 
 from dspark.drafters.config import DSparkConfig
 from dspark.drafters.eagle3_config import Eagle3Config
 from dspark.drafters.mtp_config import MtpConfig
-from dspark.drafters.registry import AnyConfig
+from dspark.drafters.registry import AnyConfig, drafter_kind, read_config
 from dspark.models.loading import LoadedTarget
 from dspark.training.recipe import DFlashRecipe, DSparkRecipe, Eagle3Recipe, MtpRecipe, Recipe
 
-__all__ = ["drafter_config"]
+__all__ = ["check_given_config", "drafter_config"]
+
+_FREE_OF_A_GIVEN_DRAFTER = ("num_anchors", "initializer_range", "max_position_embeddings", "step_loss_decay")
+
+_RECIPE_KEYS = {
+    "draft_vocab_size": "draft_vocab_size",
+    "head_dim": "head_dim",
+    "intermediate_size": "intermediate_size",
+    "mask_token_id": "mask_token",
+    "num_attention_heads": "num_heads",
+    "num_key_value_heads": "num_kv_heads",
+    "target_layer_ids": "tap_layers",
+}
+"""Published field names, and what recipes call them."""
 
 
 def drafter_config(recipe: Recipe, target: LoadedTarget) -> AnyConfig:
     """Sizes of the drafter: the recipe's, and the target's where the recipe says nothing.
 
     Raises:
-        ValueError: naming the field, where they do not go together.
+        ValueError: naming the recipe's key, where they do not go together.
     """
+    try:
+        return _config(recipe, target)
+    except ValueError as error:
+        published = rf"(?<!\.)\b({'|'.join(_RECIPE_KEYS)})\b"
+        raise ValueError(re.sub(published, lambda found: f"drafter.{_RECIPE_KEYS[found[0]]}", str(error))) from error
+
+
+def _config(recipe: Recipe, target: LoadedTarget) -> AnyConfig:
     ours, theirs = recipe.drafter, target.model.config
     shared: dict[str, Any] = {
         "vocab_size": theirs.vocab_size,
@@ -57,6 +81,27 @@ def drafter_config(recipe: Recipe, target: LoadedTarget) -> AnyConfig:
         enable_confidence_head=ours.confidence_head,
         confidence_head_with_markov=ours.confidence_head and ours.confidence_head_with_markov and has_head,
     )
+
+
+def check_given_config(directory: Path, config: AnyConfig) -> None:
+    """Check that the drafter of ``drafter.initialise_from`` is one that the recipe asks for.
+
+    Raises:
+        ValueError: it is no drafter, or one of another kind or shape.
+    """
+    given = read_config(directory / "config.json")
+    if type(given) is not type(config):
+        raise ValueError(
+            f"drafter.initialise_from: {directory} is of kind {drafter_kind(given)}, drafter.kind is "
+            f"{drafter_kind(config)}: make them agree"
+        )
+    different = [
+        f"{field.name} {getattr(given, field.name)} (recipe: {getattr(config, field.name)})"
+        for field in fields(config)
+        if field.name not in _FREE_OF_A_GIVEN_DRAFTER and getattr(given, field.name) != getattr(config, field.name)
+    ]
+    if different:
+        raise ValueError(f"drafter.initialise_from: {directory} differs from the recipe in {', '.join(different)}")
 
 
 def _mask_token_id(mask_token: int | str, target: LoadedTarget) -> int:

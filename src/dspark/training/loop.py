@@ -15,7 +15,7 @@ import torch
 from dspark.drafters.checkpoint import load_drafter
 from dspark.drafters.registry import TrainableDrafter
 from dspark.training.batches import draw_step
-from dspark.training.checkpoints import CheckpointDirectory
+from dspark.training.checkpoints import CHECKPOINTS, CheckpointDirectory
 from dspark.training.distributed import World
 from dspark.training.forward import TargetHead
 from dspark.training.held_out import HeldOutResult, evaluate_held_out
@@ -28,7 +28,7 @@ from dspark.training.schedule import learning_rate_factor
 from dspark.training.start import start_drafter
 from dspark.training.step import ParallelStep, TrainingStep, compile_backend
 from dspark.training.tap_scale import tap_scale
-from dspark.training.tracking import Tracker, check_tracker, held_out_curves, open_tracker
+from dspark.training.tracking import Tracker, held_out_curves, open_tracker
 
 __all__ = ["DivergenceError", "StepResult", "Trainer", "TrainingResult"]
 
@@ -134,21 +134,21 @@ class Trainer:
             on_bigram_step: called with step and loss of the start's bigram fit.
 
         Raises:
-            ValueError: a checkpoint is damaged or does not fit, or the tracker or a compiler is not installed.
+            ValueError: a checkpoint is damaged or does not fit, or a compiler is not installed.
         """
         recipe = run.recipe
-        check_tracker(recipe.tracking)
         backend = compile_backend() if recipe.batch.compile else None
         self._run = run
         self._recipe = recipe
         self._world = world or World.single(recipe.device)
-        self._checkpoints = CheckpointDirectory(recipe.out / "checkpoints", keep=recipe.checkpoint.keep)
+        self._checkpoints = CheckpointDirectory(recipe.out / CHECKPOINTS, keep=recipe.checkpoint.keep)
         self._run_log = RunLog(recipe.out)
         self._progress = _Progress()
         self._wish = StopWish()
         checkpoint = self._world.broadcast_object(self._last_checkpoint(resume) if self._world.is_main else None)
         state: dict[str, Any] | None = None
-        tap_scale_T = tap_scale(run.source, run.training_rows)
+        # One for all: replicas whose updates differ in the last bit would drift apart.
+        tap_scale_T = self._world.broadcast_object(tap_scale(run.source, run.training_rows))
         if checkpoint is not None:
             state = self._checkpoints.load_state(checkpoint)
             self._drafter = load_drafter(

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dspark.training.shards import Shard
+from dspark.training.shards import ParameterShard
 
 __all__ = ["Muon", "orthogonalise"]
 
@@ -71,7 +71,7 @@ class Muon(torch.optim.Optimizer):
         weight_decay: float = 0.0,
         dtype: torch.dtype = torch.float32,
         column_scales: Mapping[torch.nn.Parameter, Tensor] | None = None,
-        shards: Mapping[torch.nn.Parameter, Shard] | None = None,
+        shards: Mapping[torch.nn.Parameter, ParameterShard] | None = None,
     ) -> None:
         """See the class; ``dtype`` is that of the Newton-Schulz iteration, ``shards`` those of sharded parameters.
 

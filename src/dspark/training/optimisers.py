@@ -13,7 +13,7 @@ from dspark.training.distributed import World
 from dspark.training.muon import Muon
 from dspark.training.recipe import OptimiserRecipe
 from dspark.training.row_adam import RowAdam
-from dspark.training.shards import Shard
+from dspark.training.shards import ParameterShard
 
 __all__ = ["Optimisers"]
 
@@ -51,7 +51,7 @@ class Optimisers:
         self._recipe = recipe
         self._world = world or World.single(drafter.device)
         self._shards = {
-            name: Shard(parameter) for name, parameter in drafter.named_parameters() if parameter.requires_grad
+            name: ParameterShard(parameter) for name, parameter in drafter.named_parameters() if parameter.requires_grad
         }
         self._shard_of = {shard.local: shard for shard in self._shards.values()}
         trained = {name: shard.local for name, shard in self._shards.items()}

@@ -31,7 +31,7 @@ def provenance(**facts: Any) -> dict[str, Any]:
     """Command line, commit, versions and hardware of this process, and the given facts of the run."""
     return {
         "command": shlex.join(sys.argv),
-        "commit": _commit(Path(__file__).parent),
+        "commit": _commit(Path(__file__)),
         "versions": {
             "python": platform.python_version(),
             **{name: _version(name) for name in ("dspark", "torch", "transformers", "numpy", "safetensors")},
@@ -58,9 +58,14 @@ def _processor() -> str:
     return platform.processor() or platform.machine()
 
 
-def _commit(directory: Path) -> str | None:
-    """Commit of the source tree, with ``+changes`` when tracked files differ from it; None outside a repository."""
+def _commit(source: Path) -> str | None:
+    """Commit of the tree that ``source`` is tracked in, with ``+changes`` when tracked files differ from it.
+
+    None outside a repository, and where the package is installed somewhere below one that it is no part of.
+    """
+    directory = source.parent
     try:
+        _git(directory, "ls-files", "--error-unmatch", source.name)
         commit = _git(directory, "rev-parse", "HEAD").strip()
         changed = _git(directory, "status", "--porcelain", "--untracked-files=no").strip()
     except (OSError, subprocess.SubprocessError):

@@ -7,6 +7,7 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
+import torch
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
@@ -33,8 +34,9 @@ __all__ = [
 Positive = Annotated[int, Field(ge=1)]
 NonNegative = Annotated[int, Field(ge=0)]
 Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
-PositiveFloat = Annotated[float, Field(gt=0.0)]
-NonNegativeFloat = Annotated[float, Field(ge=0.0)]
+Moment = Annotated[float, Field(ge=0.0, lt=1.0)]
+PositiveFloat = Annotated[float, Field(gt=0.0, allow_inf_nan=False)]
+NonNegativeFloat = Annotated[float, Field(ge=0.0, allow_inf_nan=False)]
 
 
 class _Section(BaseModel):
@@ -176,10 +178,10 @@ class OptimiserRecipe(_Section):
     """
 
     muon_learning_rate: NonNegativeFloat = 0.02
-    muon_momentum: Fraction = 0.95
+    muon_momentum: Moment = 0.95
     learning_rate: PositiveFloat = 0.001
-    beta1: Fraction = 0.9
-    beta2: Fraction = 0.98
+    beta1: Moment = 0.9
+    beta2: Moment = 0.98
     weight_decay: NonNegativeFloat = 0.0
     gradient_clip: PositiveFloat | None = 1.0
 
@@ -252,7 +254,7 @@ class Recipe(_Section):
     target: str = "embedded"
     data: Annotated[tuple[Path, ...], Field(min_length=1)]
     out: Path
-    seed: NonNegative = 0
+    seed: Annotated[int, Field(ge=0, lt=2**63)] = 0
     device: str = "cpu"
     tracking: Literal["none", "tensorboard", "trackio"] = "none"
     drafter: Annotated[DrafterRecipe, Field(discriminator="kind")]
@@ -269,6 +271,15 @@ class Recipe(_Section):
     @classmethod
     def _one_or_more(cls, value: object) -> object:
         return [value] if isinstance(value, str | Path) else value
+
+    @field_validator("device")
+    @classmethod
+    def _kind_of_device(cls, value: str) -> str:
+        try:
+            torch.device(value)
+        except RuntimeError:
+            raise ValueError("give cpu, cuda, cuda:0, mps or another device of PyTorch") from None
+        return value
 
     @field_validator("drafter", mode="before")
     @classmethod
@@ -337,8 +348,10 @@ def _messages(error: ValidationError) -> Iterable[str]:
             yield f"{name} is missing"
         elif problem["type"] == "union_tag_invalid":
             yield f"drafter.kind is {problem['input']['kind']!r}: it must be one of {', '.join(_KINDS)}"
+        elif problem["type"] == "value_error":  # of a whole section, whose message names its keys
+            yield f"{name}: {problem['msg'].removeprefix('Value error, ')}"
         else:
-            yield f"{name} is {problem['input']!r}: {problem['msg'].removeprefix('Value error, ')}"
+            yield f"{name} is {problem['input']!r}: {problem['msg']}"
 
 
 _KINDS: dict[str, type[_AnyDrafter]] = {

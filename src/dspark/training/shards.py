@@ -6,10 +6,10 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-__all__ = ["Shard", "whole_state"]
+__all__ = ["ParameterShard", "whole_state"]
 
 
-class Shard:
+class ParameterShard:
     """The rows of a parameter that this process keeps; all of them where the parameter is not sharded.
 
     Attributes:

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from dspark.drafters.checkpoint import load_drafter
 from dspark.drafters.dspark import DSparkDrafter
@@ -15,7 +15,7 @@ from dspark.drafters.registry import AnyConfig, TrainableDrafter, drafter_from_t
 from dspark.models.loading import LoadedTarget
 from dspark.training.bigram import MarkovStart, count_bigrams, fit_markov_start
 from dspark.training.data.rows import DataRow
-from dspark.training.drafter_config import drafter_config
+from dspark.training.drafter_config import check_given_config, drafter_config
 from dspark.training.run import Run
 from dspark.training.vocabulary import choose_draft_vocabulary, count_response_tokens
 
@@ -121,16 +121,12 @@ def _end_tokens(rows: Sequence[DataRow], stop_token_ids: frozenset[int]) -> set[
 
 
 def _given_drafter(directory: Path, config: AnyConfig, target: LoadedTarget) -> TrainableDrafter:
+    """The drafter in ``directory``, with the embedding and LM head of this target whatever its file holds of them."""
+    check_given_config(directory, config)
     drafter = load_drafter(directory, target.model, device=target.model.device, dtype=torch.float32)
-    if type(drafter.config) is not type(config):
-        given, asked = (type(one).__name__.removesuffix("Config") for one in (drafter.config, config))
-        raise ValueError(f"drafter.initialise_from: {directory} is a {given} drafter, the recipe asks for {asked}")
-    free = ("num_anchors", "initializer_range", "max_position_embeddings", "step_loss_decay")
-    different = [
-        f"{field.name} {getattr(drafter.config, field.name)} (recipe: {getattr(config, field.name)})"
-        for field in fields(config)
-        if field.name not in free and getattr(drafter.config, field.name) != getattr(config, field.name)
-    ]
-    if different:
-        raise ValueError(f"drafter.initialise_from: {directory} differs from the recipe in {', '.join(different)}")
+    embedding_VH, head_VH = target.model.embedding_weight_VH, target.model.lm_head_weight_VH
+    ids_D = drafter.draft_token_ids_D
+    head_DH = head_VH if ids_D is None else head_VH[ids_D.to(head_VH.device)]
+    for module, weight in ((drafter.embed_tokens, embedding_VH), (drafter.lm_head, head_DH)):
+        module.weight = nn.Parameter(weight.detach().to(drafter.device, torch.float32), requires_grad=False)
     return drafter

@@ -25,12 +25,16 @@ Style = Literal["ids", "logprobs", "text", "text without usage"]
 
 @dataclass(frozen=True, kw_only=True)
 class Fault:
-    """What to do instead of an answer: a status with a body, after ``pause_s``, or hang up without one."""
+    """What to do instead of an answer: a status with a body, after ``pause_s``, or hang up without one.
+
+    drip_s: time between the bytes of the body.
+    """
 
     status: int = 200
     body: str = '{"error": {"message": "the fake is unwell"}}'
     headers: dict[str, str] = field(default_factory=dict)
     pause_s: float = 0.0
+    drip_s: float = 0.0
     hang_up: bool = False
 
 
@@ -164,16 +168,21 @@ def _handler(server: FakeServer) -> type[BaseHTTPRequestHandler]:
                 self.close_connection = True
                 self.connection.shutdown(socket.SHUT_RDWR)
                 return
-            self._send(fault.status, fault.body, fault.headers)
+            self._send(fault.status, fault.body, fault.headers, fault.drip_s)
 
-        def _send(self, status: int, content: str, headers: dict[str, str] | None = None) -> None:
+        def _send(self, status: int, content: str, headers: dict[str, str] | None = None, drip_s: float = 0.0) -> None:
             payload = content.encode()
             self.send_response(status)
             for name, value in {"Content-Type": "application/json", **(headers or {})}.items():
                 self.send_header(name, value)
             self.send_header("Content-Length", str(len(payload)))
             self.end_headers()
-            self.wfile.write(payload)
+            if not drip_s:
+                self.wfile.write(payload)
+                return
+            for byte in payload:
+                self.wfile.write(bytes([byte]))
+                time.sleep(drip_s)
 
     return Handler
 

@@ -41,6 +41,8 @@ def messages(*pairs: tuple[str, Any]) -> dict[str, Any]:
         (messages(("user", "a"), ("system", "b")), r"messages\[1\]\.role is 'system'"),
         (messages(("user", "a"), ("tool", "b")), r"messages\[1\]\.role is 'tool'"),
         (messages(("system", "a")), "no user message"),
+        ({"turns": ["fine", "a\ud800b"]}, r"turns\[1\] holds '\\ud800', which is half a character"),
+        (messages(("system", "\udfff"), ("user", "b")), r"messages\[0\]\.content holds '\\udfff'"),
     ],
 )
 def test_a_wrong_prompt_line_is_named(tmp_path: Path, record: Any, message: str) -> None:
@@ -67,7 +69,7 @@ def test_an_empty_file_is_named(tmp_path: Path, content: str) -> None:
         list(read_conversations(file))
 
 
-@pytest.mark.parametrize("torn", ['{"turns": ["to', '"]}', "\x00\x00\x00"])
+@pytest.mark.parametrize("torn", ['{"turns": ["to', '"]}', "\x00\x00\x00", "[" * 100_000])
 def test_a_torn_line_in_the_middle_is_named(tmp_path: Path, torn: str) -> None:
     file = tmp_path / "prompts.jsonl"
     file.write_text('{"turns": ["a"]}\n' + torn + '\n{"turns": ["b"]}\n')

@@ -102,13 +102,18 @@ def test_concurrency_is_bounded_and_used() -> None:
         (Fault(hang_up=True), "could not be reached"),
         (Fault(body="{oops"), "with something that is no answer"),
         (Fault(body='{"choices": []}'), "with something that is no answer (choices:"),
+        (Fault(body="[" * 100_000), "with something that is no answer"),
+        (Fault(body="garbage", headers={"Content-Encoding": "gzip"}), "sent what cannot be decompressed"),
+        (Fault(drip_s=0.1), "did not answer within 0.3 s"),
         (Fault(pause_s=0.6), "did not answer within 0.3 s"),
     ],
 )
 def test_what_may_pass_is_tried_again(fault: Fault, said: str) -> None:
     told: list[str] = []
     with FakeServer(fault=lambda number: fault if number in (0, 3, 4) else None) as server:
-        quick = Retries(attempts=4, first_wait_s=0.01, longest_wait_s=0.02, timeout_s=0.3 if fault.pause_s else 20.0)
+        quick = Retries(
+            attempts=4, first_wait_s=0.01, longest_wait_s=0.02, timeout_s=0.3 if fault.pause_s or fault.drip_s else 20.0
+        )
         generator = make_generator(server.url, retries=quick, on_wait=told.append, max_concurrency=2)
         assert answers(generator, 8) == expected(8)
     assert len(server.bodies) == 11
@@ -393,6 +398,23 @@ def test_a_prompt_that_is_read_otherwise_is_found_out() -> None:
             list(make_generator(server.url).run(iter([request("Hi")])))
 
 
+@pytest.mark.parametrize(
+    ("ids", "expected"),
+    [
+        ([5, 6, 7, 8, 9], ((5, 6, 7, 8), "length")),
+        ([5, 6, 7, 8, END], ((5, 6, 7, 8), "length")),
+        ([5, 6, 7, 8], ((5, 6, 7, 8), "length")),
+        ([5, 6, 7, END], ((5, 6, 7, END), "stop")),
+        ([5, 6, 7], ((5, 6, 7, END), "stop")),
+    ],
+)
+def test_an_answer_is_never_longer_than_asked_for(ids: list[int], expected: tuple[tuple[int, ...], str]) -> None:
+    """Some servers know `max_tokens` by another name only, and go on."""
+    with FakeServer(change=lambda answer: answer["choices"][0].update(token_ids=ids, finish_reason="stop")) as server:
+        (completion,) = make_generator(server.url).run(iter([request(max_tokens=4)]))
+    assert (completion.token_ids, completion.finish_reason) == expected
+
+
 def test_ids_of_another_vocabulary_are_found_out() -> None:
     with (
         FakeServer(change=lambda answer: answer["choices"][0].update(token_ids=[5, 259])) as server,
@@ -442,6 +464,12 @@ class TestConnecting:
         with pytest.raises(ValueError, match="endpoint") as error:
             Endpoint(url=url)
         assert "secret" not in str(error.value)
+
+    @pytest.mark.parametrize("key", ["secret\nsecond line", "secret key", "secr\u00e9t", "secret\0"])
+    def test_a_key_that_no_header_can_hold_is_refused_and_not_shown(self, key: str) -> None:
+        with pytest.raises(ValueError, match="key of the endpoint") as error:
+            Endpoint(url="http://host/v1", api_key=key)
+        assert "sec" not in str(error.value)
 
     @pytest.mark.parametrize("field", ["attempts", "timeout_s", "connect_timeout_s"])
     def test_retries_are_checked(self, field: str) -> None:

@@ -89,13 +89,14 @@ def test_rows_of_the_common_forms(row: dict[str, Any], expected: Conversation) -
 
 
 def test_rows_without_a_usable_prompt_are_counted() -> None:
-    rows = [{"prompt": ""}, {"prompt": None}, {"prompt": ["a"]}, {"prompt": messages(("gpt", "a"))}, {"prompt": "fine"}]
+    prompts = ["", None, ["a"], messages(("gpt", "a")), "\ud800", "fine"]
+    rows = [{"prompt": prompt} for prompt in prompts]
     read = parse_rows(rows, column="prompt", dataset=DATASET)
-    assert (read.conversations, read.unusable) == ((Conversation(user_turns=("fine",)),), 4)
+    assert (read.conversations, read.unusable) == ((Conversation(user_turns=("fine",)),), 5)
     with pytest.raises(
-        ValueError, match="none of its 4 rows can be used; of the first, prompt must be a list of at least"
+        ValueError, match="none of its 5 rows can be used; of the first, prompt must be a list of at least"
     ):
-        parse_rows(rows[:4], column="prompt", dataset=DATASET)
+        parse_rows(rows[:5], column="prompt", dataset=DATASET)
 
 
 def test_a_data_set_is_read_from_the_front(hub: Path) -> None:

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -243,6 +244,17 @@ def test_other_sources_for_the_same_directory_are_refused(tmp_path: Path) -> Non
         run(
             tmp_path / "files", sources=parse_sources([str(tmp_path / "prompts.jsonl")]), settings=make_settings(rows=3)
         )
+
+
+@pytest.mark.parametrize(
+    ("name", "value"), [("created", None), ("torn_lines", "2"), ("seconds", None), ("recipe", {"target": [1]})]
+)
+def test_a_manifest_that_was_changed_by_hand_is_named(tmp_path: Path, name: str, value: Any) -> None:
+    run(tmp_path / "out", settings=make_settings(rows=3))
+    file = tmp_path / "out" / "manifest.json"
+    file.write_text(json.dumps(read_manifest(tmp_path / "out") | {name: value}))
+    with pytest.raises(ValueError, match=rf"manifest\.json: {name}"):
+        run(tmp_path / "out", settings=make_settings(rows=3))
 
 
 def test_rows_without_a_manifest_are_refused(tmp_path: Path) -> None:

@@ -51,6 +51,8 @@ def conversation_from_turns(turns: object, *, field: str = "turns") -> Conversat
     """A conversation from a list of user messages. Raises ValueError that names ``field``."""
     if not isinstance(turns, list) or not turns or not all(isinstance(turn, str) and turn.strip() for turn in turns):
         raise ValueError(f"{field} must be a list of at least one non-empty user message")
+    for index, turn in enumerate(turns):
+        _check_text(turn, f"{field}[{index}]")
     return Conversation(user_turns=tuple(turns))
 
 
@@ -65,6 +67,7 @@ def conversation_from_messages(messages: object, *, field: str = "messages") -> 
         role, content = message.get("role"), message.get("content")
         if not isinstance(content, str):
             raise ValueError(f"{field}[{index}].content must be a string")
+        _check_text(content, f"{field}[{index}].content")
         if role == "system" and index == 0:
             system = content
         elif role == "user" and previous != "user" and content.strip():
@@ -78,6 +81,14 @@ def conversation_from_messages(messages: object, *, field: str = "messages") -> 
     if not user_turns:
         raise ValueError(f"{field} has no user message")
     return Conversation(user_turns=tuple(user_turns), system=system)
+
+
+def _check_text(text: str, field: str) -> None:
+    """Raise ValueError for half a character, which JSON can spell and no tokenizer takes."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise ValueError(f"{field} holds {text[error.start]!a}, which is half a character; take it out") from None
 
 
 def _from_record(record: dict[str, Any]) -> Conversation:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import math
 import random
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
@@ -79,6 +80,11 @@ class Endpoint:
         if parts.username or parts.password or parts.query:
             raise ValueError(
                 "the endpoint's URL must hold no user name, password or query; keys come from the environment"
+            )
+        # An HTTP header cannot hold anything else, and the error that says so would show the key.
+        if self.api_key is not None and not re.fullmatch(r"[!-~]+", self.api_key):
+            raise ValueError(
+                "the key of the endpoint holds a space, a line break or a character outside ASCII; give the key alone"
             )
 
 
@@ -282,8 +288,10 @@ class EndpointGenerator:
         for attempt in range(1, self._retries.attempts + 1):
             retry_after_s: float | None = None
             try:
-                response = await client.request(method, url, json=body)
-            except httpx2.TransportError as error:
+                # The client's own limit is for each piece of an answer, and a server may send pieces for ever.
+                async with asyncio.timeout(self._retries.timeout_s):
+                    response = await client.request(method, url, json=body)
+            except (httpx2.RequestError, TimeoutError) as error:
                 what = _transport_problem(error, self._retries)
             except httpx2.InvalidURL as error:
                 raise EndpointError(f"{url} is not a URL: {error}") from error
@@ -327,7 +335,7 @@ class EndpointGenerator:
             for name in ("error", "message", "detail"):  # {"error": {"message": ...}}, and what other servers write
                 error = error.get(name, error) if isinstance(error, dict) else error
             text = error if isinstance(error, str) else text
-        except ValueError:
+        except (ValueError, RecursionError):
             pass
         text = " ".join(text.split()).rstrip(".")
         if self._endpoint.api_key:
@@ -380,17 +388,22 @@ class EndpointGenerator:
         return str(self._tokenizer.decode(list(token_ids), skip_special_tokens=False))
 
     def _end(self, request: GenerationRequest, ids: Sequence[int], choice: _Choice) -> tuple[tuple[int, ...], str]:
-        """The ids up to and including the first stop token, which some servers leave out, and the finish reason."""
-        for index, token in enumerate(ids):
+        """The ids up to and including the first stop token, which some servers leave out, and the finish reason.
+
+        An answer is cut at the length that was asked for, which some servers do not keep.
+        """
+        for index, token in enumerate(ids[: request.max_tokens]):
             if token in request.stop_token_ids:
                 return tuple(ids[: index + 1]), "stop"
+        if choice.finish_reason in ("stop", "length") and len(ids) >= request.max_tokens:
+            return tuple(ids[: request.max_tokens]), "length"
         if choice.finish_reason == "stop":
             named = choice.stop_reason
             if isinstance(named, int) and named in request.stop_token_ids:
                 return (*ids, named), "stop"
             return (*ids, self._end_of_answer_id), "stop"
         if choice.finish_reason == "length" and ids:
-            return tuple(ids[: request.max_tokens]), "length"
+            return tuple(ids), "length"
         raise EndpointError(
             f"{self._base_url} ended an answer of {len(ids)} tokens with finish_reason {choice.finish_reason!r}; "
             "`stop` and `length` can be used. What is finished is kept, and the same command tries again"
@@ -459,11 +472,13 @@ async def _stop(tasks: set[asyncio.Task[Any]], client: httpx2.AsyncClient) -> No
     await client.aclose()
 
 
-def _transport_problem(error: httpx2.TransportError, retries: Retries) -> str:
+def _transport_problem(error: httpx2.RequestError | TimeoutError, retries: Retries) -> str:
     if isinstance(error, httpx2.ConnectTimeout):
         return f"could not be reached within {retries.connect_timeout_s:g} s"
-    if isinstance(error, httpx2.TimeoutException):
+    if isinstance(error, httpx2.TimeoutException | TimeoutError):
         return f"did not answer within {retries.timeout_s:g} s"
+    if isinstance(error, httpx2.DecodingError):
+        return f"sent what cannot be decompressed ({error})"
     return f"could not be reached ({error or type(error).__name__})"
 
 

@@ -82,6 +82,12 @@ def check_same_recipe(directory: Path, recipe: Mapping[str, Any]) -> dict[str, A
             f"{directory / MANIFEST_FILE}: format is {manifest.get('format')!r}, this version writes {FORMAT!r}; "
             "take another directory"
         )
+    kinds: dict[str, type | tuple[type, ...]] = {"created": str, "torn_lines": int, "seconds": (int, float)}
+    for name, kind in kinds.items():
+        if not isinstance(manifest.get(name), kind):
+            raise ValueError(
+                f"{directory / MANIFEST_FILE}: {name} is {manifest.get(name)!r}, which no run writes; put it right"
+            )
     before, now = _flatten(manifest["recipe"]), _flatten(recipe)
     for name in sorted(before.keys() | now.keys()):
         old, new = before.get(name), now.get(name)

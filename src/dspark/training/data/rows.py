@@ -169,10 +169,12 @@ def read_manifest(directory: Path | str) -> dict[str, Any]:
     file = Path(directory) / MANIFEST_FILE
     try:
         manifest = json.loads(file.read_bytes())
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"{file} is not JSON ({error})") from None
     if not isinstance(manifest, dict) or not isinstance(manifest.get("recipe"), dict):
         raise ValueError(f"{file} has no recipe")
+    if not isinstance(manifest["recipe"].get("target", {}), dict):
+        raise ValueError(f"{file}: recipe.target must be an object")
     return manifest
 
 
@@ -188,7 +190,7 @@ def parse_object(line: str | bytes) -> dict[str, Any]:
     """A JSON object from a line. Raises ValueError for anything else."""
     try:
         record = json.loads(line)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"not JSON ({error})") from None
     if not isinstance(record, dict):
         raise ValueError(f"must be a JSON object, got {type(record).__name__}")

@@ -15,7 +15,7 @@ Shapes: S tokens of a row, P predicting positions of a row, T = taps x hidden si
 
 from dspark.training.states.building import StoreEstimate, build_states, check_room, estimate_states
 from dspark.training.states.online import OnlineStates
-from dspark.training.states.spec import RowStates, StateSource, StoredRow, StoreSpec, store_spec
+from dspark.training.states.spec import RowStates, StateSource, StoredRow, StoreSpec, cut_spans, store_spec
 from dspark.training.states.store import StateStore
 
 __all__ = [
@@ -28,6 +28,7 @@ __all__ = [
     "StoredRow",
     "build_states",
     "check_room",
+    "cut_spans",
     "estimate_states",
     "store_spec",
 ]

@@ -14,7 +14,7 @@ from dspark.models.target import Target
 from dspark.training.anchors import Span
 from dspark.training.data.rows import DataRow
 
-__all__ = ["RowStates", "StateSource", "StoreSpec", "StoredRow", "store_spec", "stored_row"]
+__all__ = ["RowStates", "StateSource", "StoreSpec", "StoredRow", "cut_spans", "store_spec", "stored_row"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -148,9 +148,14 @@ def store_spec(
     )
 
 
+def cut_spans(row: DataRow, max_length: int) -> tuple[Span, ...]:
+    """Response spans of ``row`` cut at ``max_length``."""
+    return tuple((start, min(end, max_length)) for start, end in row.response_spans if start < max_length)
+
+
 def stored_row(row: DataRow, spec: StoreSpec) -> StoredRow:
     """``row`` cut at ``spec.max_length``."""
     length = min(len(row.token_ids), spec.max_length)
-    spans = tuple((start, min(end, length)) for start, end in row.response_spans if start < length)
+    spans = cut_spans(row, spec.max_length)
     digest = hashlib.sha256(np.asarray(row.token_ids[:length], dtype=np.int32).tobytes() + repr(spans).encode())
     return StoredRow(id=row.id, length=length, response_spans=spans, digest=digest.hexdigest()[:16])
