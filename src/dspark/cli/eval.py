@@ -261,14 +261,9 @@ def _label(place: str) -> str:
 
 
 def _open_drafters(named: Mapping[str, str], target: LoadedTarget) -> dict[str, TrainableDrafter]:
-    from dspark.drafters.checkpoint import load_drafter
+    from dspark.cli.models import open_drafter
 
-    opened = {}
-    for label, place in named.items():
-        opened[label] = load_drafter(place, target.model, device=target.model.device)
-        if opened[label].calibration is not None:
-            print(f"dspark: confidences of drafter {label} are calibrated", file=sys.stderr)
-    return opened
+    return {label: open_drafter(place, target) for label, place in named.items()}
 
 
 def _facts(label: str, drafter: TrainableDrafter, temperature: float) -> DrafterFacts:
@@ -279,7 +274,7 @@ def _facts(label: str, drafter: TrainableDrafter, temperature: float) -> Drafter
     temperatures = drafter.calibration.at(temperature) if drafter.calibration is not None else ()
     return DrafterFacts(
         label=label,
-        kind=drafter_kind(drafter),
+        kind=drafter_kind(drafter.config),
         num_layers=drafter.config.num_hidden_layers,
         block_size=drafter.block_size,
         parameters=sum(parameter.numel() for parameter in drafter.parameters() if parameter.requires_grad),

@@ -36,12 +36,7 @@ def open_models(
     if name == NO_DRAFTER:
         return Models(target=loaded, drafter=None, drafter_name=NO_DRAFTER)
 
-    from dspark.drafters.checkpoint import load_drafter
-
-    opened = load_drafter(name, loaded.model, device=loaded.model.device, calibrated=calibrated)
-    if opened.calibration is not None:
-        print(f"dspark: {_calibration_notice(name, loaded)}", file=sys.stderr)
-    return Models(target=loaded, drafter=opened, drafter_name=name)
+    return Models(target=loaded, drafter=open_drafter(name, loaded, calibrated=calibrated), drafter_name=name)
 
 
 def open_target(name: str, *, dtype: str, device: str) -> LoadedTarget:
@@ -52,6 +47,16 @@ def open_target(name: str, *, dtype: str, device: str) -> LoadedTarget:
     for notice in loaded.notices:
         print(f"dspark: {notice}", file=sys.stderr)
     return loaded
+
+
+def open_drafter(name: str, target: LoadedTarget, *, calibrated: bool = True) -> TrainableDrafter:
+    """Load a drafter for a target, and say on stderr what calibration it has."""
+    from dspark.drafters.checkpoint import load_drafter
+
+    opened = load_drafter(name, target.model, device=target.model.device, calibrated=calibrated)
+    if opened.calibration is not None:
+        print(f"dspark: {_calibration_notice(name, target)}", file=sys.stderr)
+    return opened
 
 
 def _calibration_notice(drafter: str, target: LoadedTarget) -> str:

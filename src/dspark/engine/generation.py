@@ -49,8 +49,9 @@ def generate(
         speculation: how much to draft and verify; by default whole blocks.
 
     Raises:
-        ValueError: naming the argument, if a confidence threshold is asked of a drafter without confidence head, the prompt is empty, holds ids outside the vocabulary or fills the context,
-            ``max_tokens`` is not positive, or stop strings come without a tokenizer.
+        ValueError: naming the argument, if a confidence threshold is asked of a drafter without confidence head, the
+            prompt is empty, holds ids outside the vocabulary or fills the context, ``max_tokens`` is not positive, or
+            stop strings come without a tokenizer.
     """
     context = target.config.max_position_embeddings
     if len(prompt_ids) == 0:

@@ -152,7 +152,11 @@ class Trainer:
         if checkpoint is not None:
             state = self._checkpoints.load_state(checkpoint)
             self._drafter = load_drafter(
-                self._checkpoints.path(checkpoint), run.target.model, device=self._world.device, dtype=torch.float32
+                self._checkpoints.path(checkpoint),
+                run.target.model,
+                device=self._world.device,
+                dtype=torch.float32,
+                calibrated=False,
             )
             self._progress = _Progress(**json.loads(state["progress"]))
             self._facts: dict[str, Any] = json.loads(state["facts"])

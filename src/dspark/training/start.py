@@ -123,7 +123,7 @@ def _end_tokens(rows: Sequence[DataRow], stop_token_ids: frozenset[int]) -> set[
 def _given_drafter(directory: Path, config: AnyConfig, target: LoadedTarget) -> TrainableDrafter:
     """The drafter in ``directory``, with the embedding and LM head of this target whatever its file holds of them."""
     check_given_config(directory, config)
-    drafter = load_drafter(directory, target.model, device=target.model.device, dtype=torch.float32)
+    drafter = load_drafter(directory, target.model, device=target.model.device, dtype=torch.float32, calibrated=False)
     embedding_VH, head_VH = target.model.embedding_weight_VH, target.model.lm_head_weight_VH
     ids_D = drafter.draft_token_ids_D
     head_DH = head_VH if ids_D is None else head_VH[ids_D.to(head_VH.device)]
