@@ -94,9 +94,9 @@ def test_greedy_and_seeded_output_is_the_same_under_every_choice(settings: Sampl
 @pytest.mark.parametrize("calibration", [None, Calibration(temperatures=(0.5, 4.0, 4.0))])
 def test_tokens_are_verified_up_to_the_first_that_is_unlikely(calibration: Calibration | None) -> None:
     threshold = 0.6
-    events = run(
-        SamplingSettings(), SpeculationSettings(confidence_threshold=threshold), max_tokens=40, calibration=calibration
-    )
+    settings = SamplingSettings(temperature=1.0, seed=5)
+    speculation = SpeculationSettings(confidence_threshold=threshold)
+    events = run(settings, speculation, max_tokens=40, calibration=calibration)
     lengths = set()
     for event in events[1:]:
         logits = event.confidence_logits or ()

@@ -49,8 +49,19 @@ def train_and_kill(recipe: Recipe, target: LoadedTarget, step: int) -> None:
 class SeenByAnother:
     """The processes of a run, seen from one that is not the main one, while a third one does the same."""
 
+    rank, world_size = 0, 1
+
     def __init__(self, states: Path) -> None:
         self._states = states
+
+    def on_main(self, work: Callable[[], object]) -> None:
+        work()
+
+    def broadcast_object(self, value: bool) -> bool:
+        return value
+
+    def together(self, work: Callable[[Callable[[], None]], None]) -> None:
+        work(lambda: None)
 
     def main_first(self, first: Callable[[], Run], then: Callable[[], Run]) -> Run:
         first()

@@ -143,7 +143,8 @@ def legend(labels: Sequence[str]) -> str:
 
 def _ticks(low: float, high: float) -> list[float]:
     """Round numbers from below ``low`` to above ``high``, about five steps apart."""
-    size = max(abs(low), abs(high)) or 1.0
+    size = max(abs(low), abs(high))
+    size = size if size > 1e-300 else 1.0  # what is smaller has no digits left for steps
     span = high - low if high - low > 1e-6 * size else size
     power = 10.0 ** math.floor(math.log10(span / 4.0))
     step = next(factor * power for factor in (1.0, 2.0, 2.5, 5.0, 10.0) if factor * power * 4.0 >= span * 0.999)

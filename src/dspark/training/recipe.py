@@ -348,10 +348,11 @@ def _messages(error: ValidationError) -> Iterable[str]:
             yield f"{name} is missing"
         elif problem["type"] == "union_tag_invalid":
             yield f"drafter.kind is {problem['input']['kind']!r}: it must be one of {', '.join(_KINDS)}"
-        elif problem["type"] == "value_error":  # of a whole section, whose message names its keys
+        elif problem["type"] == "value_error" and isinstance(problem["input"], dict):
+            # Of a whole section, whose message names its keys.
             yield f"{name}: {problem['msg'].removeprefix('Value error, ')}"
         else:
-            yield f"{name} is {problem['input']!r}: {problem['msg']}"
+            yield f"{name} is {problem['input']!r}: {problem['msg'].removeprefix('Value error, ')}"
 
 
 _KINDS: dict[str, type[_AnyDrafter]] = {
