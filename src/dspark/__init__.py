@@ -14,8 +14,8 @@ if TYPE_CHECKING:
     from dspark.decoding.settings import SamplingSettings as SamplingSettings
     from dspark.drafters.checkpoint import load_drafter as load_drafter
     from dspark.drafters.checkpoint import save_drafter as save_drafter
-    from dspark.drafters.config import DSparkConfig as DSparkConfig
     from dspark.drafters.dspark import DSparkDrafter as DSparkDrafter
+    from dspark.drafters.dspark_config import DSparkConfig as DSparkConfig
     from dspark.engine.generation import generate as generate
     from dspark.engine.result import GenerationResult as GenerationResult
     from dspark.engine.result import RoundEvent as RoundEvent

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dspark.drafters.cache import DrafterCache
 from dspark.drafters.checkpoint import load_drafter, save_drafter
-from dspark.drafters.config import DSparkConfig
 from dspark.drafters.dspark import DSparkDrafter
+from dspark.drafters.dspark_config import DSparkConfig
 from dspark.drafters.eagle3 import Eagle3Drafter
 from dspark.drafters.eagle3_config import Eagle3Config
 from dspark.drafters.mtp import MtpDrafter

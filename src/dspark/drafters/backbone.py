@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from dspark.drafters.config import DSparkConfig
+from dspark.drafters.dspark_config import DSparkConfig
 from dspark.drafters.layers import DraftAttention, DraftMLP, Rotation, rms_norm, swiglu
 from dspark.drafters.packing import BlockLayout, attend_blocks
 from dspark.models.rope import rotate

@@ -18,7 +18,7 @@ from dspark.drafters.calibration_file import (
     attached_calibration,
     read_calibration,
 )
-from dspark.drafters.config_common import DrafterConfig
+from dspark.drafters.config import DrafterConfig
 from dspark.drafters.initialization import check_target, vocabulary_maps
 from dspark.drafters.protocol import DraftTarget
 from dspark.drafters.registry import TrainableDrafter, new_drafter, read_config

@@ -25,7 +25,7 @@ from dspark.drafters.cache import (
     position_range,
 )
 from dspark.drafters.confidence import ConfidenceHead
-from dspark.drafters.config import DSparkConfig
+from dspark.drafters.dspark_config import DSparkConfig
 from dspark.drafters.initialization import draft_token_ids, register_target_parts
 from dspark.drafters.layers import RopeTables, project_taps, rms_norm
 from dspark.drafters.packing import BlockLayout, PackedBlocks

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from dspark.drafters.config_common import (
+from dspark.drafters.config import (
     architecture_of,
     check_common_fields,
     common_content,

@@ -8,7 +8,7 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
-from dspark.drafters.config_common import DrafterConfig
+from dspark.drafters.config import DrafterConfig
 from dspark.drafters.protocol import DraftTarget
 
 

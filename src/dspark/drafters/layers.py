@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from dspark.drafters.config_common import DrafterConfig
+from dspark.drafters.config import DrafterConfig
 from dspark.models.rope import RopeSettings, RopeTable
 
 Rotation = tuple[Tensor, Tensor]

@@ -30,7 +30,7 @@ from dspark.drafters.cache import (
     flat_places,
     position_range,
 )
-from dspark.drafters.config_common import DrafterConfig
+from dspark.drafters.config import DrafterConfig
 from dspark.drafters.layers import DraftAttention, DraftMLP, RopeTables, Rotation, rms_norm, swiglu
 from dspark.drafters.packing import BlockLayout, PackedBlocks, attend_blocks
 from dspark.drafters.protocol import DraftBlock, DraftSampler

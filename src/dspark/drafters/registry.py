@@ -9,10 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dspark.drafters.config import ARCHITECTURE as DSPARK_ARCHITECTURE
-from dspark.drafters.config import NESTED_ARCHITECTURES, DSparkConfig
-from dspark.drafters.config_common import architecture_of, read_object
+from dspark.drafters.config import architecture_of, read_object
 from dspark.drafters.dspark import DSparkDrafter
+from dspark.drafters.dspark_config import ARCHITECTURE as DSPARK_ARCHITECTURE
+from dspark.drafters.dspark_config import NESTED_ARCHITECTURES, DSparkConfig
 from dspark.drafters.eagle3 import Eagle3Drafter
 from dspark.drafters.eagle3_config import ARCHITECTURE as EAGLE3_ARCHITECTURE
 from dspark.drafters.eagle3_config import Eagle3Config

@@ -7,7 +7,7 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
-from dspark.drafters.config import DSparkConfig
+from dspark.drafters.dspark_config import DSparkConfig
 from dspark.drafters.eagle3_config import Eagle3Config
 from dspark.drafters.mtp_config import MtpConfig
 from dspark.drafters.registry import AnyConfig, drafter_kind, read_config

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from dspark.drafters.config import DSparkConfig
+from dspark.drafters.dspark_config import DSparkConfig
 from dspark.drafters.registry import AnyConfig
 from dspark.files import write_json
 from dspark.models.loading import LoadedTarget
