@@ -19,16 +19,18 @@ if TYPE_CHECKING:
     from dspark.engine.generation import generate as generate
     from dspark.engine.result import GenerationResult as GenerationResult
     from dspark.engine.result import RoundEvent as RoundEvent
+    from dspark.engine.speculation import SpeculationSettings as SpeculationSettings
     from dspark.models.loading import LoadedTarget as LoadedTarget
     from dspark.models.loading import load_target as load_target
 
 _MODULES = {
-    "DSparkConfig": "dspark.drafters.config",
+    "DSparkConfig": "dspark.drafters.dspark_config",
     "DSparkDrafter": "dspark.drafters.dspark",
     "GenerationResult": "dspark.engine.result",
     "LoadedTarget": "dspark.models.loading",
     "RoundEvent": "dspark.engine.result",
     "SamplingSettings": "dspark.decoding.settings",
+    "SpeculationSettings": "dspark.engine.speculation",
     "generate": "dspark.engine.generation",
     "load_drafter": "dspark.drafters.checkpoint",
     "load_target": "dspark.models.loading",

@@ -27,6 +27,20 @@ def models(tiny_target, tiny_drafter):
     return ["--target", tiny_target, "--drafter", tiny_drafter]
 
 
+def test_less_speculation_changes_the_counts_and_not_the_words(dspark, models):
+    arguments = ["generate", "hello", "--max-tokens", 16, "--json", *models]
+    whole, short, none = (
+        json.loads(dspark(*arguments, *extra).out)
+        for extra in ([], ["--max-draft-tokens", 1], ["--confidence-threshold", 1.0])
+    )
+    assert whole["text"] == short["text"] == none["text"]
+    assert short["drafted"] < whole["drafted"]
+    assert none["verified"] < none["drafted"]
+    run = dspark("generate", "hello", *models, "--confidence-threshold", 2)
+    assert run.code == 2
+    assert "confidence_threshold must be a probability" in run.err
+
+
 def test_json_has_what_machines_need(dspark, models):
     run = dspark("generate", "hello", "--max-tokens", 12, "--json", *models)
     assert (run.code, run.err) == (0, "")

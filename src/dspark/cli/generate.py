@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from dspark.cli.prompts import Prompt
     from dspark.decoding.settings import SamplingSettings
     from dspark.engine.result import GenerationResult
+    from dspark.engine.speculation import SpeculationSettings
 
 
 def generate(
@@ -71,6 +72,18 @@ def generate(
         bool,
         Parameter(negative=(), show_default=False, group=MODELS, help="The target alone, as with `--drafter none`."),
     ] = False,
+    max_draft_tokens: Annotated[
+        int | None,
+        Parameter(group=MODELS, help="Draft at most this many tokens a round; the drafter's block by default."),
+    ] = None,
+    confidence_threshold: Annotated[
+        float | None,
+        Parameter(
+            group=MODELS,
+            help="Verify a draft up to its first token that is less likely than this to be accepted, 0 to 1. Changes"
+            " the speed, never the output.",
+        ),
+    ] = None,
     dtype: DtypeOption = "auto",
     device: DeviceOption = "cpu",
     temperature: TemperatureOption = 0.0,
@@ -111,7 +124,9 @@ def generate(
 
     from dspark.cli.models import open_models
     from dspark.decoding.settings import SamplingSettings
+    from dspark.engine.speculation import SpeculationSettings
 
+    speculation = SpeculationSettings(max_draft_tokens=max_draft_tokens, confidence_threshold=confidence_threshold)
     settings = SamplingSettings(
         temperature=temperature,
         top_p=top_p,
@@ -124,7 +139,14 @@ def generate(
     )
     models = open_models(target=target, drafter=drafter, speculation=not no_speculation, dtype=dtype, device=device)
     answerer = _Answerer(
-        models=models, settings=settings, max_tokens=max_tokens, stop=stop, system=system, raw=raw, stream=not json
+        models=models,
+        settings=settings,
+        speculation=speculation,
+        max_tokens=max_tokens,
+        stop=stop,
+        system=system,
+        raw=raw,
+        stream=not json,
     )
     results = []
     for index, conversation in enumerate(conversations):
@@ -154,6 +176,7 @@ def _conversations(prompt: str | None, stdin: bool, prompts: PromptsOption) -> l
 class _Answerer:
     models: Models
     settings: SamplingSettings
+    speculation: SpeculationSettings
     max_tokens: int
     stop: Sequence[str]
     system: str | None
@@ -194,6 +217,7 @@ class _Answerer:
             stop_token_ids=target.stop_token_ids,
             stop_strings=self.stop,
             tokenizer=target.tokenizer,
+            speculation=self.speculation,
         ):
             if self.stream:
                 print(event.text, end="", flush=True)
