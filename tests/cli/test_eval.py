@@ -131,8 +131,15 @@ def test_what_does_not_fit_is_left_out_and_said(evaluate, tmp_path):
     run = evaluate(prompts=path)
     assert run.code == 0, run.err
     assert "left out long/0" in run.out
-    report = json.loads(evaluate("--json", prompts=path).out)
-    assert (report["completed"], list(report["skipped"])) == (1, ["long/0"])
+    first, again = (json.loads(evaluate("--json", "--out", tmp_path / "out", prompts=path).out) for _ in range(2))
+    assert (first["completed"], list(first["skipped"])) == (1, ["long/0"])
+    assert again == first  # nothing is left to answer, so nobody else has answered
+
+
+def test_the_report_does_not_say_where_the_target_lies(evaluate, tiny_target, tmp_path):
+    run = evaluate("--json", "--out", tmp_path / "out")
+    assert json.loads(run.out)["settings"]["target"] == tiny_target.name
+    assert str(tiny_target) not in (tmp_path / "out" / "report.html").read_text()
 
 
 @pytest.mark.parametrize(
