@@ -6,6 +6,7 @@ import json
 import shutil
 
 import pytest
+from safetensors.torch import load_file, save_file
 
 from dspark.cli import eval_decoding
 
@@ -104,6 +105,16 @@ def test_another_setting_is_refused(evaluate, tmp_path):
     run = evaluate("--out", tmp_path / "out", "--temperature", 0.5)
     assert run.code == 2
     assert "other settings (temperature)" in run.err
+
+
+def test_another_drafter_under_the_same_name_is_refused(evaluate, tiny_drafter, tmp_path):
+    drafter = shutil.copytree(tiny_drafter, tmp_path / "mine")
+    assert evaluate("--out", tmp_path / "out", drafters=(drafter,)).code == 0
+    tensors = load_file(drafter / "model.safetensors")
+    save_file({name: tensor * 1.5 for name, tensor in tensors.items()}, drafter / "model.safetensors")
+    run = evaluate("--out", tmp_path / "out", drafters=(drafter,))
+    assert run.code == 2
+    assert "other settings (drafters)" in run.err
 
 
 def test_two_drafters_are_compared(evaluate, tiny_drafter, tmp_path):
