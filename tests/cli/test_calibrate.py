@@ -112,6 +112,14 @@ def test_an_interrupted_run_goes_on(dspark, models, drafter, prompts, tmp_path, 
     assert (tmp_path / "whole" / ROUNDS).read_bytes() == (drafter / ROUNDS).read_bytes()
 
 
+def test_a_prompt_that_fills_the_context_is_left_out(dspark, models, prompts):
+    with prompts.open("a") as file:
+        file.write(json.dumps({"turns": ["x" * 5000]}) + "\n")
+    run = dspark("calibrate", *models, "--prompts", prompts, *SHORT)
+    assert run.code == 0, run.err
+    assert "note: 1 of 13 prompts fill the target's context: left out" in run.err
+
+
 def test_benchmarks_are_refused_by_name_and_by_text(dspark, models, prompts, tmp_path):
     named = shutil.copy(prompts, tmp_path / "gsm8k.jsonl")
     run = dspark("calibrate", *models, "--prompts", named, *SHORT)
@@ -142,6 +150,7 @@ def test_the_prompts_of_the_package_are_no_evaluation_prompts():
         (["--temperatures", "-1"], "temperature"),
         (["--rounds", 0], "--rounds must be at least 1"),
         (["--max-tokens", 1], "--max-tokens at least 2"),
+        (["--rounds-file", "rounds.html"], "--rounds-file rounds.html"),
     ],
 )
 def test_values_out_of_range_are_named(dspark, models, prompts, arguments, message):

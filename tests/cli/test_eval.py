@@ -6,6 +6,7 @@ import json
 import shutil
 
 import pytest
+from safetensors.torch import load_file, save_file
 
 from dspark.cli import eval_decoding
 
@@ -106,6 +107,16 @@ def test_another_setting_is_refused(evaluate, tmp_path):
     assert "other settings (temperature)" in run.err
 
 
+def test_another_drafter_under_the_same_name_is_refused(evaluate, tiny_drafter, tmp_path):
+    drafter = shutil.copytree(tiny_drafter, tmp_path / "mine")
+    assert evaluate("--out", tmp_path / "out", drafters=(drafter,)).code == 0
+    tensors = load_file(drafter / "model.safetensors")
+    save_file({name: tensor * 1.5 for name, tensor in tensors.items()}, drafter / "model.safetensors")
+    run = evaluate("--out", tmp_path / "out", drafters=(drafter,))
+    assert run.code == 2
+    assert "other settings (drafters)" in run.err
+
+
 def test_two_drafters_are_compared(evaluate, tiny_drafter, tmp_path):
     same = shutil.copytree(tiny_drafter, tmp_path / "again" / "drafter")
     run = evaluate("--json", drafters=(tiny_drafter, same))
@@ -131,8 +142,15 @@ def test_what_does_not_fit_is_left_out_and_said(evaluate, tmp_path):
     run = evaluate(prompts=path)
     assert run.code == 0, run.err
     assert "left out long/0" in run.out
-    report = json.loads(evaluate("--json", prompts=path).out)
-    assert (report["completed"], list(report["skipped"])) == (1, ["long/0"])
+    first, again = (json.loads(evaluate("--json", "--out", tmp_path / "out", prompts=path).out) for _ in range(2))
+    assert (first["completed"], list(first["skipped"])) == (1, ["long/0"])
+    assert again == first  # nothing is left to answer, so nobody else has answered
+
+
+def test_the_report_does_not_say_where_the_target_lies(evaluate, tiny_target, tmp_path):
+    run = evaluate("--json", "--out", tmp_path / "out")
+    assert json.loads(run.out)["settings"]["target"] == tiny_target.name
+    assert str(tiny_target) not in (tmp_path / "out" / "report.html").read_text()
 
 
 @pytest.mark.parametrize(

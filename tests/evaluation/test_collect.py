@@ -147,6 +147,22 @@ def test_more_rounds_extend_the_file(tmp_path: Path) -> None:
     assert len(source.calls) == 4
 
 
+def test_answers_without_a_round_are_counted_when_the_file_is_taken_up(tmp_path: Path) -> None:
+    class Silent(Source):
+        """Ends every other answer at once."""
+
+        def __call__(self, prompt_id: str, sampling_temperature: float, random: Callable[[], float]) -> Any:
+            return super().__call__(prompt_id, sampling_temperature, random) if random() < 0.5 else []
+
+    options: dict[str, Any] = {"sampling_temperatures": (1.0,)}
+    expected = collect(tmp_path / "whole" / "rounds.jsonl", Silent(), rounds=60, **options)
+    for rounds in (20, 40, 60):
+        collection = collect(tmp_path / "rounds.jsonl", Silent(), rounds=rounds, **options)
+    assert collection.records == expected.records
+    logits = [record.confidence_logits for record in collection.records if record.drafted]
+    assert len(set(logits)) == len(logits)
+
+
 def test_rounds_of_prompts_no_longer_asked_are_left_aside(tmp_path: Path) -> None:
     path = tmp_path / "rounds.jsonl"
     collect(path, Source(), prompt_ids=[*PROMPTS, "code/1"], rounds=27)

@@ -129,6 +129,23 @@ def test_reliability_has_both_confidences_of_a_calibrated_drafter(report):
     assert ours["raw"]["mean_calibration_error"] == pytest.approx(mean)
 
 
+def test_prompts_may_be_called_anything():
+    names = ["all prompts/0", "mbpp/0"]
+    for chosen in (names[:1], names):
+        prompts = [prompt(name, domain="all of it") for name in chosen]
+        facts = [replace(FIVE, has_confidence_head=False)]
+        arms = evaluation_arms(facts, baseline=True)
+        records = [
+            record(arm.label, p.id, answer([round_of(0, drafted=0 if arm.drafter is None else 3)]))
+            for p in prompts
+            for arm in arms
+        ]
+        made = build_report(prompts, facts, arms, records, settings=SETTINGS, repeatable=True, seed=0, sessions=[])
+        alone = {row[1]: row[6] for row in report_tables(made)[0].rows}
+        assert set(alone.values()) == {"1.0"}
+        assert len(alone) == (1 if len(chosen) == 1 else 3)
+
+
 def test_an_unfinished_evaluation_says_so(report):
     page = report_page(report | {"prompts": report["completed"] + 3, "skipped": {"a/9": "too <long>"}})
     assert "2 of 12 prompts are not answered yet" in page

@@ -33,6 +33,8 @@ def test_without_a_baseline_there_is_none():
         (DRAFTER, {"thresholds": (1.2,)}, "1.2 is not a probability"),
         (DRAFTER, {"draft_tokens": (6,)}, "1 to 5 draft tokens a round, not 6"),
         (DRAFTER, {"draft_tokens": (0,)}, "not 0"),
+        (replace(DRAFTER, label=TARGET_ALONE), {}, "two ways of decoding are called 'target alone'"),
+        (DRAFTER, {"thresholds": (0.1234567, 0.1234568)}, "called 'd, threshold 0.123457'"),
     ],
 )
 def test_what_a_drafter_cannot_do_is_an_error(drafter, options, message):

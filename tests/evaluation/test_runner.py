@@ -6,7 +6,7 @@ import pytest
 
 from dspark.evaluation.answers import AnswerLog
 from dspark.evaluation.plan import TARGET_ALONE, Arm
-from dspark.evaluation.runner import DoesNotFit, answer_prompts, arm_order
+from dspark.evaluation.runner import DoesNotFit, answer_prompts, arm_order, questions_left
 from tests.evaluation.made import answer, prompt, round_of
 
 ARMS = [Arm(label=TARGET_ALONE), Arm(label="d", drafter="d"), Arm(label="e", drafter="e")]
@@ -72,6 +72,16 @@ def test_what_is_drawn_depends_on_seed_prompt_and_turn_alone():
             seeds.setdefault((seed, question.prompt_id, len(question.messages)), set()).add(question.random_seed)
     assert all(len(found) == 1 for found in seeds.values())
     assert len({next(iter(found)) for found in seeds.values()}) == len(seeds)
+
+
+def test_what_is_left_counts_neither_what_was_answered_nor_what_does_not_fit():
+    with AnswerLog.opened(None, {}) as log:
+        assert questions_left(PROMPTS, ARMS, log) == len(ARMS) * 7
+        with pytest.raises(Kill):
+            run(Decoder(die_at=4), log)
+        assert questions_left(PROMPTS, ARMS, log) == len(ARMS) * 7 - 4
+        run(Decoder(too_long="turn 2"), log)
+        assert questions_left(PROMPTS, ARMS, log) == 0
 
 
 @pytest.mark.parametrize("die_at", [0, 1, 4, 9, 20])

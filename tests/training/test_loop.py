@@ -124,6 +124,12 @@ def test_a_checkpoint_is_form_a_with_its_origin(target: LoadedTarget, data: Path
     assert origin["versions"]["torch"] == torch.__version__
     assert origin["data"]["training_rows"] + origin["data"]["held_out_rows"] == 24
     assert {"command", "commit", "machine", "target", "held_out", "step", "draft_vocabulary_coverage"} <= origin.keys()
+    (result.drafter / "calibration.json").write_text("{}")
+    assert open_trainer(recipe, target).run().drafter == result.drafter
+    assert (result.drafter / "calibration.json").exists()  # the same weights, so what was fitted for them stays
+    (result.drafter / "model.safetensors").write_bytes(b"of another run")
+    open_trainer(recipe, target).run()
+    assert not (result.drafter / "calibration.json").exists()
     kept = sorted(path.name for path in (tmp_path / "run" / "checkpoints").iterdir())
     assert f"step-{result.best_step:06d}" in kept
     assert "step-000012" in kept

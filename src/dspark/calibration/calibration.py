@@ -14,8 +14,10 @@ class Calibration:
     """Temperatures of sequential temperature scaling (section 3.2.1).
 
     Attributes:
-        temperatures: T_1..T_γ for any sampling temperature that has none of its own; empty leaves logits as they are.
-        by_sampling_temperature: T_1..T_γ fitted on rounds at that sampling temperature.
+        temperatures: T_1..T_γ for every sampling temperature, where it makes no difference (and for other software,
+            which knows nothing else); empty leaves logits as they are.
+        by_sampling_temperature: T_1..T_γ for requests nearest to that sampling temperature; empty where it makes no
+            difference.
     """
 
     temperatures: tuple[float, ...] = ()

@@ -32,6 +32,15 @@ class Labelled:
     outcomes_M: Booleans
     prompts_M: Integers
 
+    @classmethod
+    def joined(cls, parts: Sequence[Labelled]) -> Labelled:
+        """The pairs of several sets."""
+        return cls(
+            confidences_M=np.concatenate([part.confidences_M for part in parts]),
+            outcomes_M=np.concatenate([part.outcomes_M for part in parts]),
+            prompts_M=np.concatenate([part.prompts_M for part in parts]),
+        )
+
 
 @dataclass(frozen=True, kw_only=True)
 class JudgedRounds:

@@ -135,8 +135,8 @@ def measure_quality(
     positions = range(1, rounds.block_size + 1)
     survival = [rounds.survival(position, temperatures) for position in positions]
     conditional = [rounds.conditional(position, temperatures) for position in positions]
-    together = _all_positions(survival)
-    tokens = _all_positions(conditional)
+    together = Labelled.joined(survival)
+    tokens = Labelled.joined(conditional)
     ece, auc = _all(_ece, survival, resampling), _all(_auc, survival, resampling)
     return Quality(
         ece=_estimates(ece),
@@ -161,14 +161,6 @@ def quality_difference(one: Sequence[Labelled], other: Sequence[Labelled], resam
     first, second = _mean(_all(_ece, one, resampling)), _mean(_all(_ece, other, resampling))
     difference = _Replicated(value=first.value - second.value, resampled_B=first.resampled_B - second.resampled_B)
     return difference.estimate()
-
-
-def _all_positions(parts: Sequence[Labelled]) -> Labelled:
-    return Labelled(
-        confidences_M=np.concatenate([part.confidences_M for part in parts]),
-        outcomes_M=np.concatenate([part.outcomes_M for part in parts]),
-        prompts_M=np.concatenate([part.prompts_M for part in parts]),
-    )
 
 
 def _ece(labelled: Labelled, resampling: Resampling) -> _Replicated:

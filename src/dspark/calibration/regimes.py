@@ -180,18 +180,10 @@ def _survivals(rounds: JudgedRounds, temperatures: Sequence[float]) -> list[Labe
 
 
 def _reliability(rounds: JudgedRounds, temperatures: Sequence[float]) -> ReliabilityBins:
-    parts = _survivals(rounds, temperatures)
-    confidences = np.concatenate([part.confidences_M for part in parts])
-    return reliability_bins(confidences, np.concatenate([part.outcomes_M for part in parts]))
+    together = Labelled.joined(_survivals(rounds, temperatures))
+    return reliability_bins(together.confidences_M, together.outcomes_M)
 
 
 def _by_position(parts: Sequence[Sequence[Labelled]]) -> list[Labelled]:
     """One set of pairs a position out of those of several folds."""
-    return [
-        Labelled(
-            confidences_M=np.concatenate([part.confidences_M for part in of_position]),
-            outcomes_M=np.concatenate([part.outcomes_M for part in of_position]),
-            prompts_M=np.concatenate([part.prompts_M for part in of_position]),
-        )
-        for of_position in zip(*parts, strict=True)
-    ]
+    return [Labelled.joined(of_position) for of_position in zip(*parts, strict=True)]

@@ -113,12 +113,15 @@ def calibrate(
     if out is None and name == EMBEDDED:
         raise ValueError("the drafter that comes with the package is not written to: give --out DIRECTORY")
     directory = Path(name) if out is None else out
+    rounds_path = directory / ROUNDS_FILE if rounds_file is None else rounds_file
+    page = rounds_path.with_suffix(".html")
+    if page == rounds_path:
+        raise ValueError(f"--rounds-file {rounds_path}: the page with the diagrams goes there; name it .jsonl")
 
     models = open_models(target=target, drafter=drafter, speculation=True, dtype=dtype, device=device, calibrated=False)
     if models.drafter is None or not models.drafter.has_confidence_head:
         raise ValueError(f"--drafter {name} has no confidence head, so there is nothing to calibrate")
     directory.mkdir(parents=True, exist_ok=True)
-    rounds_path = directory / ROUNDS_FILE if rounds_file is None else rounds_file
     settings = _settings(models, max_tokens=max_tokens, seed=seed)
     collection = collect(
         models,
@@ -149,7 +152,6 @@ def calibrate(
     )
     study = study_calibration(fit, check, seed=seed)
     file = _file(study, settings, dataset=_dataset(prompts, len(chosen)), options={"rounds": rounds, "seed": seed})
-    page = rounds_path.with_suffix(".html")
     write_text(page, calibration_page(study, f"Calibration of {Path(name).name}"))
     write_calibration(directory / CALIBRATION_FILE, file)
     if json:
@@ -174,13 +176,13 @@ def _sampling_temperatures(text: str) -> tuple[float, ...]:
 
 def _settings(models: Models, *, max_tokens: int, seed: int) -> dict[str, Any]:
     """What the rounds depend on."""
+    from dspark.cli.models import target_name
     from dspark.drafters.calibration_file import drafter_fingerprint
 
     assert models.drafter is not None
-    name = models.target.name
     return {
         "target": {
-            "name": Path(name).name if Path(name).exists() else name,  # where it lies is no one's business
+            "name": target_name(models.target),
             "fingerprint": models.target.model.fingerprint,
             "dtype": models.target.model.compute_dtype,
         },

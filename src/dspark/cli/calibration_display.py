@@ -20,7 +20,7 @@ _BAR_CELLS = 18
 
 def show_study(study: CalibrationStudy, path: Path, page: Path, console: Console | None = None) -> None:
     """Print a study, and where its temperatures and its diagrams were written."""
-    console = Console(highlight=False, emoji=False) if console is None else console
+    console = Console(highlight=False, emoji=False, markup=False) if console is None else console
     for regime in study.regimes:
         console.print(_quality_table(regime))
         console.print(_summary(regime))

@@ -40,12 +40,12 @@ class RoundSource:
         from dspark.evaluation.rounds import round_records
 
         target, prompt = self.models.target, self.prompts[prompt_id]
-        messages = [] if prompt.system is None else [{"role": "system", "content": prompt.system}]
+        messages = _system_message(prompt)
         records: list[RoundRecord] = []
-        for number, turn in enumerate(prompt.turns):
+        for turn in prompt.turns:
             messages.append({"role": "user", "content": turn})
             prompt_ids = chat_token_ids(target.tokenizer, messages)
-            if number > 0 and len(prompt_ids) >= target.model.config.max_position_embeddings:
+            if len(prompt_ids) >= target.model.config.max_position_embeddings:
                 break  # the conversation has filled the context; what it gave so far is good
             events = list(
                 generate(
@@ -63,6 +63,18 @@ class RoundSource:
             assert events[-1].result is not None, "generation ended without a result"
             messages.append({"role": "assistant", "content": events[-1].result.text})
         return records
+
+    def fits(self, prompt_id: str) -> bool:
+        """Whether the target's context has room for an answer to the first turn."""
+        from dspark.cli.prompts import chat_token_ids
+
+        target, prompt = self.models.target, self.prompts[prompt_id]
+        messages = [*_system_message(prompt), {"role": "user", "content": prompt.turns[0]}]
+        return len(chat_token_ids(target.tokenizer, messages)) < target.model.config.max_position_embeddings
+
+
+def _system_message(prompt: Prompt) -> list[dict[str, str]]:
+    return [] if prompt.system is None else [{"role": "system", "content": prompt.system}]
 
 
 def collect(
@@ -83,13 +95,17 @@ def collect(
     """
     from dspark.evaluation.collect import collect_rounds
 
+    source = RoundSource(models=models, prompts=prompts, max_tokens=settings["max_tokens"])
+    fitting = [prompt_id for prompt_id in prompts if source.fits(prompt_id)]
+    if len(fitting) < len(prompts):
+        note(f"note: {len(prompts) - len(fitting)} of {len(prompts)} prompts fill the target's context: left out")
     try:
         collection = collect_rounds(
             path,
-            prompt_ids=list(prompts),
+            prompt_ids=fitting,
             sampling_temperatures=sampling_temperatures,
             rounds=rounds,
-            answer=RoundSource(models=models, prompts=prompts, max_tokens=settings["max_tokens"]),
+            answer=source,
             seed=seed,
             settings=settings,
             on_progress=None if quiet else _LineDisplay(),

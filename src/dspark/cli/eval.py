@@ -121,7 +121,7 @@ def eval(
 
     Benchmarks: gsm8k, math500, aime25, mbpp, humaneval, livecodebench, mt-bench (all turns), alpaca, arena-hard-v2.
     """
-    from dspark.cli.models import open_target
+    from dspark.cli.models import open_target, target_name
     from dspark.decoding.settings import SamplingSettings
     from dspark.evaluation.benchmarks import load_prompts
     from dspark.evaluation.plan import evaluation_arms
@@ -140,7 +140,7 @@ def eval(
     facts = [_facts(label, opened, temperature) for label, opened in drafters.items()]
     arms = evaluation_arms(facts, baseline=baseline, thresholds=threshold_values, draft_tokens=length_values)
     settings: dict[str, Any] = {
-        "target": loaded.name,
+        "target": target_name(loaded),
         "target_fingerprint": loaded.model.fingerprint,
         "dtype": loaded.model.compute_dtype,
         "device": device,
@@ -172,7 +172,7 @@ def _evaluate(
     from dspark.evaluation.benchmarks import prompts_digest
     from dspark.evaluation.page import report_page
     from dspark.evaluation.report import build_report
-    from dspark.evaluation.runner import answer_prompts
+    from dspark.evaluation.runner import answer_prompts, questions_left
     from dspark.files import write_json, write_text
     from dspark.training.provenance import provenance
 
@@ -192,11 +192,11 @@ def _evaluate(
     console = Console(stderr=True, quiet=json, highlight=False, emoji=False)
     interrupted = False
     with AnswerLog.opened(out, identity) as log:
-        answers_wanted = len(arms) * sum(len(prompt.turns) for prompt in prompts)
+        left, given = questions_left(prompts, arms, log), len(log.records)
         try:
             with _progress(console) as progress:
-                bar = progress.add_task("answers", total=answers_wanted, completed=len(log.records))
-                if len(log.records) < answers_wanted:
+                bar = progress.add_task("answers", total=given + left, completed=given)
+                if left:
                     log.start_session(provenance())
                     _warm_up(decoder, arms)
                 answer_prompts(

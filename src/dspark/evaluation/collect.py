@@ -68,7 +68,8 @@ def collect_rounds(
     Prompts come in an order drawn by ``seed``, each at every sampling temperature in turn, so that a run ended early
     has some of all. At temperature 0 a prompt has one answer; above, another pass over the prompts gives other ones.
 
-    The file has one line of settings, then a :class:`RoundRecord` a line, all of an answer written at once. A run that
+    The file has one line of settings, then a :class:`RoundRecord` a line, all of an answer written at once (an answer
+    without a round is a line of its own). A run that
     goes on takes the complete answers from it and cuts off what a kill left of another.
 
     Args:
@@ -106,6 +107,9 @@ def collect_rounds(
                 told = list(answer(prompt_id, sampling_temperature, uniforms))
                 last = len(told) - 1
                 lines = [record.to_line(**({_LAST: True} if row == last else {})) for row, record in enumerate(told)]
+                if not told:  # counted too: which answer comes next, and what is drawn for it, depends on the number
+                    nothing = {_LAST: True, "prompt_id": prompt_id, "sampling_temperature": sampling_temperature}
+                    lines = [json.dumps(nothing, ensure_ascii=False) + "\n"]
                 file.write("".join(lines))
                 file.flush()
                 records += told
@@ -167,12 +171,14 @@ def _resume(path: Path, settings: Mapping[str, Any]) -> tuple[list[RoundRecord],
             if number == 1:
                 _check_settings(content, settings)
                 continue
-            pending.append(RoundRecord.from_json(content))
-        except ValueError as error:
+            if not isinstance(content, dict) or "drafted" in content or _LAST not in content:
+                pending.append(RoundRecord.from_json(content))
+            answered = content["prompt_id"], float(content["sampling_temperature"])
+        except (ValueError, KeyError) as error:
             raise ValueError(f"{path}, line {number}: {error}") from None
         if content.get(_LAST):
             records += pending
-            answers[pending[-1].prompt_id, pending[-1].sampling_temperature] += 1
+            answers[answered] += 1
             pending, complete = [], number
     with path.open("r+b") as file:
         file.truncate(sum(len(line) for line in lines[:complete]))

@@ -7,25 +7,11 @@ from collections.abc import Mapping
 from html import escape
 from typing import Any
 
-from dspark.evaluation.charts import STYLE, legend, svg
+from dspark.evaluation.document import html_document, panels
 from dspark.evaluation.figures import Figure, report_figures
 from dspark.evaluation.tables import Table, report_tables
 
 __all__ = ["report_page"]
-
-_PAGE_STYLE = """
-:root { color-scheme: light dark }
-body { font: 15px/1.5 system-ui, sans-serif; margin: 2rem auto; max-width: 76rem; padding: 0 1rem }
-h1 { font-size: 1.5rem } h2 { font-size: 1.15rem; margin-top: 2.2rem }
-.scroll { overflow-x: auto }
-table { border-collapse: collapse; font-variant-numeric: tabular-nums; font-size: .87rem }
-th, td { padding: .25rem .7rem; text-align: left; white-space: nowrap; border-bottom: 1px solid #8884 }
-thead th { border-bottom-width: 2px }
-.note, figcaption { opacity: .8; font-size: .87rem; max-width: 60rem }
-figure { margin: 0 } .panels { display: flex; flex-wrap: wrap; gap: 1rem }
-.legend span { margin-right: 1.1rem } .legend i { display: inline-block; width: .8em; height: .8em; margin-right: .4em }
-pre { overflow-x: auto; font-size: .8rem } .warning { border-left: 4px solid #c4500c; padding-left: .8rem }
-"""
 
 
 def report_page(report: Mapping[str, Any]) -> str:
@@ -42,7 +28,7 @@ def report_page(report: Mapping[str, Any]) -> str:
         f"at most {settings['max_tokens']} tokens an answer",
         f"seed {settings['seed']}",
     ]
-    body = [f"<h1>Evaluation of {escape(drafters)}</h1>", f"<p>{escape('; '.join(facts))}.</p>"]
+    body = [f"<p>{escape('; '.join(facts))}.</p>"]
     left = report["prompts"] - report["completed"] - len(report["skipped"])
     if left:
         body.append(f'<p class="warning">{left} of {report["prompts"]} prompts are not answered yet.</p>')
@@ -54,12 +40,7 @@ def report_page(report: Mapping[str, Any]) -> str:
     body += [*tables[:1], *figures, *tables[1:]]
     origin = {key: report[key] for key in ("settings", "drafters", "intervals", "sessions")}
     body.append(f"<h2>Where the numbers come from</h2><pre>{escape(json.dumps(origin, indent=2))}</pre>")
-    return (
-        '<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8"/>'
-        '<meta name="viewport" content="width=device-width, initial-scale=1"/>'
-        f"<title>{escape(f'Evaluation of {drafters}')}</title><style>{_PAGE_STYLE}{STYLE}</style></head>\n"
-        f"<body>\n{chr(10).join(body)}\n</body></html>\n"
-    )
+    return html_document(f"Evaluation of {drafters}", body)
 
 
 def _table(table: Table) -> str:
@@ -73,9 +54,4 @@ def _table(table: Table) -> str:
 
 
 def _figure(figure: Figure) -> str:
-    panels = "\n".join(svg(chart) for chart in figure.charts)
-    labels = [series.label for series in max(figure.charts, key=lambda chart: len(chart.series)).series]
-    return (
-        f'<h2>{escape(figure.title)}</h2><figure>{legend(labels)}<div class="panels">{panels}</div>'
-        f"<figcaption>{escape(figure.caption)}</figcaption></figure>"
-    )
+    return f"<h2>{escape(figure.title)}</h2>{panels(figure.charts, figure.caption)}"

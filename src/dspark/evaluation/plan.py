@@ -72,7 +72,7 @@ def evaluation_arms(
     A threshold of 0 and the block size itself are the drafter as it comes, so they are not decoded twice.
 
     Raises:
-        ValueError: naming the drafter that a sweep cannot be run for, and why.
+        ValueError: naming the drafter that a sweep cannot be run for, and why, or two arms of one name.
     """
     for threshold in thresholds:
         if not (math.isfinite(threshold) and 0.0 <= threshold <= 1.0):
@@ -93,4 +93,10 @@ def evaluation_arms(
                 )
             if count < drafter.block_size:
                 arms.append(Arm(label=f"{drafter.label}, {count} drafted", drafter=drafter.label, draft_tokens=count))
+    labels = [arm.label for arm in arms]
+    for label in labels:
+        if labels.count(label) > 1:  # answers are kept by label: one would be taken for the other's
+            raise ValueError(
+                f"two ways of decoding are called {label!r}: give the drafter another label, or fewer points"
+            )
     return tuple(arms)

@@ -6,8 +6,6 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-import numpy as np
-
 from dspark.calibration.judged_rounds import JudgedRounds, Labelled
 from dspark.calibration.metrics import area_under_roc, brier_score, reliability_bins
 from dspark.evaluation.plan import DrafterFacts
@@ -42,15 +40,10 @@ def _numbers(rounds: JudgedRounds, temperatures: Sequence[float]) -> dict[str, A
         if (rounds.judged_N >= position).any()
     ]
     conditional = [rounds.conditional(position, temperatures) for position in range(1, rounds.block_size + 1)]
-    tokens = Labelled(
-        confidences_M=np.concatenate([part.confidences_M for part in conditional]),
-        outcomes_M=np.concatenate([part.outcomes_M for part in conditional]),
-        prompts_M=np.concatenate([part.prompts_M for part in conditional]),
-    )
     return {
         "positions": positions,
         "mean_calibration_error": sum(row["calibration_error"] for row in positions) / len(positions),
-        "tokens": _judge(tokens),
+        "tokens": _judge(Labelled.joined(conditional)),
     }
 
 

@@ -10,7 +10,7 @@ from dspark.evaluation.answers import Answer, AnswerLog, Record
 from dspark.evaluation.benchmarks import EvaluationPrompt
 from dspark.evaluation.plan import Arm
 
-__all__ = ["Decode", "DoesNotFit", "Question", "answer_prompts", "arm_order"]
+__all__ = ["Decode", "DoesNotFit", "Question", "answer_prompts", "arm_order", "questions_left"]
 
 
 class DoesNotFit(ValueError):
@@ -56,6 +56,18 @@ def answer_prompts(
         for arm in arm_order(arms, index):
             if not _answer_turns(prompt, arm, decode, log, seed, on_answer):
                 break
+
+
+def questions_left(prompts: Sequence[EvaluationPrompt], arms: Sequence[Arm], log: AnswerLog) -> int:
+    """How many answers ``log`` lacks; a prompt that was skipped lacks none."""
+    skipped = {record.prompt_id for record in log.records if record.answer is None}
+    return sum(
+        log.get(arm.label, prompt.id, turn) is None
+        for prompt in prompts
+        if prompt.id not in skipped
+        for arm in arms
+        for turn in range(len(prompt.turns))
+    )
 
 
 def arm_order(arms: Sequence[Arm], index: int) -> list[Arm]:

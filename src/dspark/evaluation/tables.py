@@ -39,10 +39,11 @@ def report_tables(report: Numbers) -> list[Table]:
 
 
 def _results(report: Numbers, arms: Sequence[Numbers]) -> Table:
-    rows = []
+    rows, alone = [], report["target_alone"]
     for arm in arms:
-        for level, name, numbers in _lines(arm):
-            alone = _of_group(report["target_alone"], level, name)
+        # The same prompts, so the same lines.
+        alone_lines = [None for _ in _lines(arm)] if alone is None else [numbers for *_, numbers in _lines(alone)]
+        for (_, name, numbers), alone_numbers in zip(_lines(arm), alone_lines, strict=True):
             rows.append(
                 (
                     arm["label"],
@@ -51,7 +52,7 @@ def _results(report: Numbers, arms: Sequence[Numbers]) -> Table:
                     _estimate(numbers["accepted_length"], ".2f"),
                     _value(numbers["verified_token_acceptance"], ".1%"),
                     _value(numbers["decode_tokens_per_second"], ".1f"),
-                    _NOTHING if alone is None else _value(alone["decode_tokens_per_second"], ".1f"),
+                    _NOTHING if alone_numbers is None else _value(alone_numbers["decode_tokens_per_second"], ".1f"),
                     _estimate(numbers["speed_up"], ".2f", "x"),
                     _NOTHING if numbers["identical"] is None else f"{numbers['identical']} of {numbers['answers']}",
                 )
@@ -212,13 +213,6 @@ def _lines(numbers: Numbers) -> Iterator[tuple[str, str, Numbers]]:
         yield "domains", f"all {name}" if name in benchmarks or len(benchmarks) > 1 else name, found
     if len(domains) > 1 or not domains:
         yield "overall", "all", numbers["overall"]
-
-
-def _of_group(numbers: Numbers | None, level: str, name: str) -> Numbers | None:
-    if numbers is None:
-        return None
-    found: Numbers = numbers["overall"] if level == "overall" else numbers[level][name.removeprefix("all ")]
-    return found
 
 
 def _value(estimate: Numbers | None, form: str, unit: str = "") -> str:

@@ -7,6 +7,7 @@ the number of processes that trained them.
 
 from __future__ import annotations
 
+import filecmp
 import os
 import re
 import shutil
@@ -107,14 +108,20 @@ class CheckpointDirectory:
     def publish(self, step: int, destination: Path) -> Path:
         """Copy a checkpoint's drafter, without the training state, to ``destination``, replacing what is there.
 
+        A destination that holds these very files stays as it is, with what was added to it since: a calibration belongs
+        to the weights, and goes with them.
+
         Raises:
             OSError: it could not be written.
         """
         remove_leftovers(destination.parent, destination.name)
+        names = [file.name for file in self.path(step).iterdir() if file.name != _STATE_FILE]
+        same, _, _ = filecmp.cmpfiles(self.path(step), destination, names, shallow=False)
+        if len(same) == len(names):
+            return destination
         with replacing_directory(destination) as directory:
-            for file in self.path(step).iterdir():
-                if file.name != _STATE_FILE:
-                    shutil.copy2(file, directory)
+            for name in names:
+                shutil.copy2(self.path(step) / name, directory)
         return destination
 
     def remove_all(self) -> None:
