@@ -8,6 +8,7 @@ import shutil
 import pytest
 
 from dspark.drafters import load_drafter
+from dspark.models.loading import load_target
 
 ROUNDS = "calibration-rounds.jsonl"
 SHORT = ["--max-tokens", 10, "--rounds", 24, "--temperatures", "0,1"]
@@ -64,6 +65,24 @@ def test_writes_what_every_command_then_uses(dspark, models, drafter, prompts):
     other = dspark("generate", "hello", "--max-tokens", 3, *models, "--dtype", "float32")
     assert "they were fitted with the target in int8, and it runs in float32" in other.err
     assert other.out == dspark("generate", "hello", "--max-tokens", 3, *models, "--dtype", "float32").out
+
+
+def test_the_bias_moves_in_a_drafter_of_its_own(dspark, models, drafter, prompts, tmp_path, monkeypatch):
+    monkeypatch.setattr("dspark.calibration.offset.fit_offset", lambda rounds: 0.5)  # random models accept nothing
+    moved = tmp_path / "moved"
+    arguments = ["calibrate", *models, "--prompts", prompts, *SHORT, "--json", "--move-bias"]
+    run = dspark(*arguments, "--out", moved)
+    assert run.code == 0, run.out
+    assert json.loads(run.out)["dspark"]["options"]["bias_moved_by"] == 0.5
+    name = "confidence_head.proj.bias"
+    before, after = load_drafter(drafter), load_drafter(moved, load_target(models[1], dtype="float32").model)
+    assert after.get_parameter(name).item() == pytest.approx(before.get_parameter(name).item() + 0.5, abs=1e-3)
+    assert after.calibration is not None
+    assert before.calibration is None
+    for out in ([], ["--out", drafter]):
+        refused = dspark(*arguments, *out)
+        assert refused.code == 2
+        assert "another than the drafter's own" in refused.out
 
 
 def test_the_fit_uses_raw_confidences_whatever_calibration_there_is(dspark, models, drafter, prompts):

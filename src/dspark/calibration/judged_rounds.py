@@ -6,7 +6,7 @@ Letters in names: N rounds, G draft positions, M rounds that serve one position.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -121,6 +121,10 @@ class JudgedRounds:
             verified_N=self.verified_N[keep_N],
             prompts_N=self.prompts_N[keep_N],
         )
+
+    def shifted(self, offset: float) -> JudgedRounds:
+        """The same rounds with ``offset`` added to every logit."""
+        return replace(self, logits_NG=self.logits_NG + offset)
 
     def confidences(self, temperatures: Sequence[float] | Floats) -> Floats:
         """``c_k = σ(z_k / T_k)`` of every draft token ``[N, G]``; NaN where none was drafted.

@@ -99,6 +99,7 @@ def study_calibration(
     *,
     seed: int,
     resamples: int = RESAMPLES,
+    offset: float = 0.0,
 ) -> CalibrationStudy:
     """Fit on one half of the prompts, measure on the other.
 
@@ -107,6 +108,7 @@ def study_calibration(
     Args:
         fit, check: rounds by sampling temperature; no prompt may be in both.
         seed: of folds and resamples.
+        offset: added to every logit before temperatures are fitted (``fit_offset``); "before" is without it.
 
     Raises:
         ValueError: a half is too small, or a prompt in both.
@@ -124,13 +126,16 @@ def study_calibration(
                 f" {len(np.unique(check[sampling_temperature].prompts_N))} to check; it takes 2 and 1 at least: give"
                 " more prompts or rounds"
             )
+    raw_check = check
+    fit = {sampling_temperature: rounds.shifted(offset) for sampling_temperature, rounds in fit.items()}
+    check = {sampling_temperature: rounds.shifted(offset) for sampling_temperature, rounds in check.items()}
     everything = joined(list(fit.values()))
     shared = fit_temperatures(everything)
     prompts = np.random.default_rng(seed).permutation(np.unique(everything.prompts_N))
     folds = (prompts[::2], prompts[1::2])
     regimes = []
     for sampling_temperature in sorted(fit):
-        rounds, held_out = fit[sampling_temperature], check[sampling_temperature]
+        rounds, held_out, raw = fit[sampling_temperature], check[sampling_temperature], raw_check[sampling_temperature]
         alone = len(fit) == 1
         own = shared if alone else fit_temperatures(rounds)
         own_gain = Estimate(value=0.0, low=0.0, high=0.0) if alone else _own_gain(
@@ -146,10 +151,10 @@ def study_calibration(
                 own=own,
                 own_gain=own_gain,
                 keeps_own=keeps_own,
-                before=measure_quality(held_out, (), resampling, seed=seed),
+                before=measure_quality(raw, (), resampling, seed=seed),
                 after=measure_quality(held_out, kept, resampling, seed=seed),
-                saved=quality_difference(_survivals(held_out, ()), _survivals(held_out, kept), resampling),
-                reliability_before=_reliability(held_out, ()),
+                saved=quality_difference(_survivals(raw, ()), _survivals(held_out, kept), resampling),
+                reliability_before=_reliability(raw, ()),
                 reliability_after=_reliability(held_out, kept),
                 check_own_gain=quality_difference(_survivals(held_out, shared), _survivals(held_out, own), resampling),
                 fit_rounds=len(rounds),

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from dspark.calibration.regimes import CalibrationStudy
     from dspark.cli.models import Models
     from dspark.drafters.calibration_file import CalibrationFile
+    from dspark.drafters.registry import TrainableDrafter
 
 RUN = Group("Run", sort_key=4)
 ROUNDS_FILE = "calibration-rounds.jsonl"
@@ -82,6 +83,16 @@ def calibrate(
             group=OUTPUT, show_default=False, help="Directory for `calibration.json`; by default the drafter's own."
         ),
     ] = None,
+    move_bias: Annotated[
+        bool,
+        Parameter(
+            negative=(),
+            show_default=False,
+            group=RUN,
+            help="First move the confidence head's bias, for confidences that are too high or too low throughout, which"
+            " temperatures cannot mend. The drafter with it is written to --out, another directory than its own.",
+        ),
+    ] = False,
     json: JsonOption = False,
 ) -> None:
     """Make a drafter's confidences probabilities, and show how true they were and are.
@@ -96,6 +107,8 @@ def calibrate(
 
     Ctrl-C or a crash loses nothing but the answer that was being made: the same command goes on.
     """
+    from dspark.calibration.judged_rounds import joined
+    from dspark.calibration.offset import fit_offset
     from dspark.calibration.regimes import study_calibration
     from dspark.cli.calibration_rounds import calibration_prompts, collect, note
     from dspark.cli.models import open_models
@@ -112,6 +125,8 @@ def calibrate(
     name = EMBEDDED if drafter is None else drafter
     if out is None and name == EMBEDDED:
         raise ValueError("the drafter that comes with the package is not written to: give --out DIRECTORY")
+    if move_bias and (out is None or out.resolve() == Path(name).resolve()):
+        raise ValueError("--move-bias changes the drafter: give --out DIRECTORY, another than the drafter's own")
     directory = Path(name) if out is None else out
     rounds_path = directory / ROUNDS_FILE if rounds_file is None else rounds_file
     page = rounds_path.with_suffix(".html")
@@ -150,8 +165,12 @@ def calibrate(
         }
         for half in halves([record.prompt_id for record in collection.records], seed)
     )
-    study = study_calibration(fit, check, seed=seed)
-    file = _file(study, settings, dataset=_dataset(prompts, len(chosen)), options={"rounds": rounds, "seed": seed})
+    offset = fit_offset(joined(list(fit.values()))) if move_bias else 0.0
+    study = study_calibration(fit, check, seed=seed, offset=offset)
+    options = {"rounds": rounds, "seed": seed, "bias_moved_by": offset}
+    if move_bias:
+        settings |= {"drafter": _move_bias(models.drafter, offset, directory)}
+    file = _file(study, settings, dataset=_dataset(prompts, len(chosen)), options=options)
     write_text(page, calibration_page(study, f"Calibration of {Path(name).name}"))
     write_calibration(directory / CALIBRATION_FILE, file)
     if json:
@@ -160,6 +179,19 @@ def calibrate(
     from dspark.cli.calibration_display import show_study
 
     show_study(study, directory / CALIBRATION_FILE, page)
+
+
+def _move_bias(drafter: TrainableDrafter, offset: float, directory: Path) -> str:
+    """Write the drafter with its confidence head's bias moved; returns its fingerprint."""
+    import torch
+
+    from dspark.drafters.calibration_file import drafter_fingerprint
+    from dspark.drafters.checkpoint import save_drafter
+
+    with torch.no_grad():
+        drafter.get_parameter("confidence_head.proj.bias").add_(offset)
+    save_drafter(drafter, directory, include_embeddings=False)
+    return drafter_fingerprint(drafter)
 
 
 def _sampling_temperatures(text: str) -> tuple[float, ...]:
