@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from dspark.cli.prompts import Prompt
     from dspark.decoding.settings import SamplingSettings
     from dspark.engine.result import GenerationResult
+    from dspark.engine.speculation import SpeculationSettings
 
 
 def generate(
@@ -71,6 +72,15 @@ def generate(
         bool,
         Parameter(negative=(), show_default=False, group=MODELS, help="The target alone, as with `--drafter none`."),
     ] = False,
+    confidence_threshold: Annotated[
+        float | None,
+        Parameter(
+            show_default=False,
+            group=MODELS,
+            help="Verify a draft up to its first token that is less likely than this (0 to 1) to be accepted; by"
+            " default all of it. The output stays the target's.",
+        ),
+    ] = None,
     dtype: DtypeOption = "auto",
     device: DeviceOption = "cpu",
     temperature: TemperatureOption = 0.0,
@@ -111,7 +121,9 @@ def generate(
 
     from dspark.cli.models import open_models
     from dspark.decoding.settings import SamplingSettings
+    from dspark.engine.speculation import SpeculationSettings
 
+    speculation = SpeculationSettings(confidence_threshold=confidence_threshold)
     settings = SamplingSettings(
         temperature=temperature,
         top_p=top_p,
@@ -124,7 +136,14 @@ def generate(
     )
     models = open_models(target=target, drafter=drafter, speculation=not no_speculation, dtype=dtype, device=device)
     answerer = _Answerer(
-        models=models, settings=settings, max_tokens=max_tokens, stop=stop, system=system, raw=raw, stream=not json
+        models=models,
+        settings=settings,
+        speculation=speculation,
+        max_tokens=max_tokens,
+        stop=stop,
+        system=system,
+        raw=raw,
+        stream=not json,
     )
     results = []
     for index, conversation in enumerate(conversations):
@@ -154,6 +173,7 @@ def _conversations(prompt: str | None, stdin: bool, prompts: PromptsOption) -> l
 class _Answerer:
     models: Models
     settings: SamplingSettings
+    speculation: SpeculationSettings
     max_tokens: int
     stop: Sequence[str]
     system: str | None
@@ -194,6 +214,7 @@ class _Answerer:
             stop_token_ids=target.stop_token_ids,
             stop_strings=self.stop,
             tokenizer=target.tokenizer,
+            speculation=self.speculation,
         ):
             if self.stream:
                 print(event.text, end="", flush=True)
