@@ -61,6 +61,17 @@ def test_no_speculation_gives_the_same_output(dspark, models, sampling):
     assert alone["drafted"] == alone["accepted"] == 0
 
 
+def test_a_confidence_threshold_verifies_less_and_changes_nothing_else(dspark, models):
+    arguments = ["generate", "hello", "--max-tokens", 24, "--json", *models]
+    whole, pruned = (json.loads(dspark(*arguments, *more).out) for more in ([], ["--confidence-threshold", 0.999]))
+    assert pruned["token_ids"] == whole["token_ids"]
+    assert whole["verified"] == whole["drafted"]
+    assert pruned["verified"] < pruned["drafted"]
+    run = dspark(*arguments, "--confidence-threshold", 1.5)
+    assert run.code == 2
+    assert "confidence_threshold must be a probability" in json.loads(run.out)["error"]
+
+
 def test_drafter_none_is_no_speculation(dspark, tiny_target):
     run = dspark("generate", "hello", "--max-tokens", 3, "--json", "--target", tiny_target, "--drafter", "none")
     assert json.loads(run.out)["drafted"] == 0
