@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
 import subprocess
 import sys
 from dataclasses import dataclass
@@ -44,6 +45,10 @@ SETS: dict[str, tuple[Variant, ...]] = {
         Variant(name="the defaults"),
         Variant(name="no bigram start", overrides=("bigram.steps=0",)),
         Variant(name="AdamW alone", overrides=("optimiser.muon_learning_rate=0",)),
+        Variant(
+            name="AdamW alone, rate 0.003",
+            overrides=("optimiser.muon_learning_rate=0", "optimiser.learning_rate=0.003"),
+        ),
         Variant(name="constant rate after warm-up", overrides=("batch.final_learning_rate_fraction=1",)),
         Variant(name="no warm-up", overrides=("batch.warmup_steps=0",)),
         Variant(name="no decay of slot weights", overrides=("loss.decay=1e9",)),
@@ -53,9 +58,9 @@ SETS: dict[str, tuple[Variant, ...]] = {
         Variant(name="cross-entropy alone", overrides=("loss.cross_entropy=1", "loss.total_variation=0")),
         Variant(name="gated head", overrides=("drafter.markov_head=gated",)),
         Variant(name="RNN head", overrides=("drafter.markov_head=rnn",)),
-        Variant(
-            name="original DFlash layout", recipe="dflash", overrides=("drafter.sample_from_anchor=false",)
-        ),
+        Variant(name="DFlash", recipe="dflash"),
+        Variant(name="DFlash, original layout", recipe="dflash", overrides=("drafter.sample_from_anchor=false",)),
+        Variant(name="Eagle3", recipe="eagle3"),
         Variant(
             name="Eagle3 with its own loss",
             recipe="eagle3",
@@ -104,7 +109,7 @@ def train(variant: Variant, arguments: argparse.Namespace) -> None:
 
 def run_directory(out: Path, variant: Variant) -> Path:
     """Where a variant's run is."""
-    return out / variant.name.lower().replace(" ", "-").replace("(", "").replace(")", "")
+    return out / re.sub(r"[^a-z0-9.]+", "-", variant.name.lower()).strip("-")
 
 
 def read_run(variant: Variant, out: Path) -> dict[str, Any]:
