@@ -19,6 +19,7 @@ from dspark.cli.options import (
     DeviceOption,
     DrafterOption,
     DtypeOption,
+    ForbidOption,
     JsonOption,
     TargetOption,
 )
@@ -49,16 +50,7 @@ def calibrate(
             " given several times. Without it, a small set that comes with the package. Never a benchmark.",
         ),
     ] = (),
-    forbid: Annotated[
-        tuple[Path, ...],
-        Parameter(
-            negative=(),
-            show_default=False,
-            group=PROMPT,
-            help="JSONL file of prompts to stay clear of, such as a benchmark: a prompt that shares 8 words in a row"
-            " with one of them is dropped. May be given several times.",
-        ),
-    ] = (),
+    forbid: ForbidOption = (),
     temperatures: Annotated[
         str, Parameter(group=SAMPLING, help="Sampling temperatures to collect rounds at, `0,0.7,1`.")
     ] = "0,0.7,1",

@@ -13,7 +13,16 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 from cyclopts import Group, Parameter
 
-from dspark.cli.options import LENGTH, PROMPT, SAMPLING, DeviceOption, DtypeOption, JsonOption, TargetOption
+from dspark.cli.options import (
+    LENGTH,
+    PROMPT,
+    SAMPLING,
+    DeviceOption,
+    DtypeOption,
+    ForbidOption,
+    JsonOption,
+    TargetOption,
+)
 
 if TYPE_CHECKING:
     from dspark.training.data.endpoint import Endpoint, Retries
@@ -47,16 +56,7 @@ def data(
             " `=SHARE` behind it sets its part of the rows, as in `self=3`.",
         ),
     ] = ("self",),
-    forbid: Annotated[
-        tuple[Path, ...],
-        Parameter(
-            negative=(),
-            show_default=False,
-            group=PROMPT,
-            help="JSONL file of prompts to stay clear of, such as a benchmark: a prompt that shares 8 words in a row"
-            " with one of them is dropped. May be given several times.",
-        ),
-    ] = (),
+    forbid: ForbidOption = (),
     target: TargetOption = "embedded",
     dtype: DtypeOption = "bfloat16",
     device: DeviceOption = "cpu",

@@ -69,6 +69,16 @@ MaxTokensOption = Annotated[int, Parameter(group=LENGTH, help="End an answer aft
 PromptsOption = Annotated[
     Path | None, Parameter(group=PROMPT, help='Prompts from a JSONL file, `{"turns": ["...", ...]}` a line.')
 ]
+ForbidOption = Annotated[
+    tuple[Path, ...],
+    Parameter(
+        negative=(),
+        show_default=False,
+        group=PROMPT,
+        help="JSONL file of prompts to stay clear of, such as a benchmark: a prompt that shares 8 words in a row"
+        " with one of them is dropped. May be given several times.",
+    ),
+]
 JsonOption = Annotated[
     bool,
     Parameter(
