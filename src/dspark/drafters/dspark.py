@@ -14,7 +14,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from dspark.calibration.calibration import Calibration
 from dspark.drafters.backbone import DraftLayer, FusedWeights
 from dspark.drafters.cache import (
     BlockPlan,
@@ -25,8 +24,8 @@ from dspark.drafters.cache import (
     position_range,
 )
 from dspark.drafters.confidence import ConfidenceHead
+from dspark.drafters.draft_model import DraftModel
 from dspark.drafters.dspark_config import DSparkConfig
-from dspark.drafters.initialization import draft_token_ids, register_target_parts
 from dspark.drafters.layers import RopeTables, project_taps, rms_norm
 from dspark.drafters.packing import BlockLayout, PackedBlocks
 from dspark.drafters.protocol import DraftBlock, DraftSampler
@@ -35,7 +34,7 @@ from dspark.models.rope import rotate
 from dspark.types import Segment
 
 
-class DSparkDrafter(nn.Module):
+class DSparkDrafter(DraftModel):
     """A drafter in the published form: the names of its ``state_dict`` are those of FORMATS.md, form A.
 
     ``embed_tokens`` and ``lm_head`` are the target's and frozen; everything else is trained. With a reduced vocabulary
@@ -44,18 +43,12 @@ class DSparkDrafter(nn.Module):
     a stored one.
     """
 
-    embed_tokens: nn.Embedding
-    lm_head: nn.Linear
-    d2t: Tensor
-    t2d: Tensor
-    calibration: Calibration | None = None
+    config: DSparkConfig
 
     def __init__(self, config: DSparkConfig) -> None:
-        super().__init__()
-        self.config = config
+        super().__init__(config)
         hidden_size, eps = config.hidden_size, config.rms_norm_eps
         with torch.device("meta"):
-            register_target_parts(self, config)
             self.fc = nn.Linear(len(config.target_layer_ids) * hidden_size, hidden_size, bias=False)
             self.hidden_norm = nn.RMSNorm(hidden_size, eps=eps)
             self.layers = nn.ModuleList(DraftLayer(config) for _ in range(config.num_hidden_layers))
@@ -71,36 +64,6 @@ class DSparkDrafter(nn.Module):
                 self.confidence_head = ConfidenceHead(hidden_size, rank)
         self._fused: FusedWeights | None = None
         self._rope = RopeTables(config)
-
-    @property
-    def block_size(self) -> int:
-        """Draft tokens of one round, gamma."""
-        return self.config.block_size
-
-    @property
-    def tap_layers(self) -> tuple[int, ...]:
-        """Target layers whose outputs are the context features, in the order of concatenation."""
-        return self.config.target_layer_ids
-
-    @property
-    def draft_vocab_size(self) -> int:
-        """Columns D of the draft distribution."""
-        return self.config.draft_vocab_size
-
-    @property
-    def draft_token_ids_D(self) -> Tensor | None:
-        """Target id of every draft column; None where the draft vocabulary is the target's."""
-        return draft_token_ids(self)
-
-    @property
-    def device(self) -> torch.device:
-        """Where the parameters are."""
-        return self.norm.weight.device
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """Type of the parameters."""
-        return self.norm.weight.dtype
 
     @property
     def has_confidence_head(self) -> bool:
