@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import itertools
 import math
 
 import pytest
@@ -13,6 +14,7 @@ from dspark.decoding import (
     accept_coupled,
     accept_greedy,
     accept_speculative,
+    accept_speculative_rows,
     residual_probs,
     sample_from,
     sample_rows,
@@ -52,6 +54,49 @@ def test_whatever_happens_is_possible_under_the_target(data: st.DataObject) -> N
     for k in range(result.num_accepted):
         assert target_probs_RV[k, tokens[k]] > 0
     assert target_probs_RV[result.num_accepted, result.next_token] > 0
+
+
+@given(data=st.data())
+@settings(max_examples=200)
+def test_blocks_of_many_requests_are_judged_as_each_alone(data: st.DataObject) -> None:
+    vocab_size = data.draw(st.integers(1, 5))
+    lengths = data.draw(st.lists(st.integers(0, 3), min_size=1, max_size=4))
+    token_ids = data.draw(st.none() | st.lists(st.integers(0, vocab_size - 1), min_size=1, unique=True))
+    columns = token_ids or list(range(vocab_size))
+    draft_token_ids_D = None if token_ids is None else torch.tensor(token_ids)
+    dtype = data.draw(st.sampled_from([torch.float32, torch.float64]))
+    targets = [data.draw(distributions(length + 1, vocab_size, dtype)) for length in lengths]
+    drafts = [data.draw(distributions(length, len(columns), dtype)) for length in lengths]
+    tokens = [
+        [columns[data.draw(st.sampled_from(row.nonzero().flatten().tolist()))] for row in draft] for draft in drafts
+    ]
+    uniforms = [[data.draw(UNIFORM) for _ in range(length)] for length in lengths]
+    finals = [data.draw(UNIFORM) for _ in lengths]
+    together = accept_speculative_rows(
+        lengths,
+        list(itertools.chain(*tokens)),
+        torch.cat(targets),
+        torch.cat(drafts),
+        list(itertools.chain(*uniforms)),
+        finals,
+        draft_token_ids_D,
+    )
+    blocks = zip(tokens, targets, drafts, uniforms, finals, strict=True)
+    assert together == [accept_speculative(*block, draft_token_ids_D) for block in blocks]
+
+
+def test_float32_sums_are_exact_where_it_matters() -> None:
+    """Uniforms on both sides of the ratio of the rows' exact masses, as near to it as a float32 sum is wrong."""
+    generator = torch.Generator().manual_seed(3)
+    target_probs_RV = torch.randn(2, 20_000, generator=generator).softmax(-1)
+    draft_probs_LD = torch.randn(1, 20_000, generator=generator).softmax(-1)
+    p_V = target_probs_RV[0].double() / target_probs_RV[0].double().sum()
+    q_V = draft_probs_LD[0].double() / draft_probs_LD[0].double().sum()
+    for token in ((p_V < q_V) & (q_V > 1e-6)).nonzero().flatten().tolist()[:50]:
+        ratio = float(p_V[token] / q_V[token])
+        for factor, is_kept in ((1 - 1e-12, 1), (1 + 1e-12, 0)):
+            result = accept_speculative([token], target_probs_RV, draft_probs_LD, [ratio * factor], 0.5)
+            assert result.num_accepted == is_kept
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
@@ -180,6 +225,15 @@ def test_broken_contracts(changes: dict[str, object], message: str) -> None:
     }
     with pytest.raises(ValueError, match=message):
         accept_speculative(**(arguments | changes))
+
+
+def test_numbers_of_blocks() -> None:
+    one, none = torch.full((1, 3), 1 / 3), torch.empty(0, 3)
+    with pytest.raises(ValueError, match="final_uniforms has 2 numbers for 1 blocks"):
+        accept_speculative_rows([0], [], one, none, [], [0.5, 0.5])
+    with pytest.raises(ValueError, match="draft_tokens_L has 0 tokens; draft_lengths asks for 1"):
+        accept_speculative_rows([1], [], one, none, [], [0.5])
+    assert accept_speculative_rows([], [], none, none, [], []) == []
 
 
 def test_one_target_token_more_than_drafts() -> None:

@@ -5,7 +5,7 @@ import pytest
 import torch
 from scipy import stats
 
-from dspark.decoding import gumbel_noise, uniform
+from dspark.decoding import gumbel_noise, gumbel_of_bits, noise_bits, uniform
 
 GOLDEN_UNIFORM = 0.8575688436448708
 GOLDEN_GUMBEL = [-1.8527497054386226, -0.27216699898102936, 0.5908069412658921]
@@ -29,6 +29,14 @@ def test_golden_values() -> None:
     """Outputs of seeded requests must not change between versions."""
     assert uniform(42, 10) == GOLDEN_UNIFORM
     np.testing.assert_allclose(gumbel_noise(42, 10, 3).numpy(), GOLDEN_GUMBEL, rtol=1e-14)
+
+
+def test_bits_are_52_and_make_the_noise() -> None:
+    bits = noise_bits(3, 4, 10_000)
+    assert 0 <= int(bits.min()) < 2**42
+    assert 2**52 - 2**42 < int(bits.max()) < 2**52
+    assert torch.equal(gumbel_of_bits(bits), gumbel_noise(3, 4, 10_000))
+    np.testing.assert_allclose(gumbel_of_bits(bits).numpy(), -np.log(-np.log((bits.numpy() + 0.5) / 2**52)))
 
 
 def test_laws() -> None:

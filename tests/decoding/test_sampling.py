@@ -4,11 +4,21 @@ import math
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from scipy import integrate
 
-from dspark.decoding import coupled_sample, coupled_sample_rows, gumbel_noise, sample_from, sample_rows
+from dspark.decoding import (
+    argmax_rows,
+    coupled_sample,
+    coupled_sample_bits,
+    coupled_sample_rows,
+    gumbel_noise,
+    gumbel_of_bits,
+    noise_bits,
+    sample_from,
+    sample_rows,
+)
 from dspark.decoding.enumeration import coupling_law, intervals_of_constancy
 
 WEIGHTS = st.lists(st.sampled_from([0.0, 1e-30, 1e-8, 0.1, 0.3, 1.0]), min_size=1, max_size=6).filter(any)
@@ -154,3 +164,50 @@ def test_coupling_law(p_V: list[float], q_V: list[float]) -> None:
 def test_gumbel_max_errors(probs_RV: torch.Tensor, gumbel_RV: torch.Tensor) -> None:
     with pytest.raises(ValueError, match="probs_RV"):
         coupled_sample_rows(probs_RV, gumbel_RV)
+
+
+@pytest.mark.parametrize("columns", [1, 255, 256, 512, 2560])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+def test_argmax_is_that_of_the_whole_row(columns: int, dtype: torch.dtype) -> None:
+    values_NV = (torch.randn(40, columns, generator=torch.Generator().manual_seed(1)) * 3).round().to(dtype)  # ties
+    values_NV[0] = -math.inf
+    values_NV[1, -1] = math.nan
+    assert torch.equal(argmax_rows(values_NV), values_NV.argmax(dim=-1))
+    assert argmax_rows(values_NV[:0]).shape == (0,)
+
+
+@given(
+    weights=st.lists(
+        st.sampled_from([0.0, 1e-30, 1e-8, 1e-4, 0.1, 1.0]) | st.floats(0, 1), min_size=1, max_size=60
+    ).filter(any),
+    position=st.integers(0, 1000),
+    dtype=st.sampled_from([torch.float32, torch.float64]),
+    extreme=st.dictionaries(st.integers(0, 59), st.sampled_from([0, 2**51, 2**52 - 2**42, 2**52 - 1]), max_size=5),
+)
+@settings(max_examples=400, deadline=None)
+def test_only_tokens_that_cannot_win_are_left_out(
+    weights: list[float], position: int, dtype: torch.dtype, extreme: dict[int, int]
+) -> None:
+    probs_V = torch.tensor(weights, dtype=dtype)
+    assume(bool(probs_V.any()))
+    bits_V = noise_bits(3, position, len(weights))
+    for token, bits in extreme.items():
+        bits_V[min(token, len(weights) - 1)] = bits
+    assert coupled_sample_bits(probs_V, bits_V) == coupled_sample(probs_V, gumbel_of_bits(bits_V))
+
+
+@pytest.mark.parametrize("scale", [0.0, 0.1, 1.0, 3.0, 30.0])
+def test_coupled_sample_of_a_whole_vocabulary(scale: float) -> None:
+    """From flat to peaked; with luck as rare as it is, many a winner is a token of the tail."""
+    for position in range(40):
+        logits_V = torch.randn(5000, generator=torch.Generator().manual_seed(position)) * scale
+        probs_V, bits_V = logits_V.softmax(-1), noise_bits(7, position, 5000)
+        assert coupled_sample_bits(probs_V, bits_V) == coupled_sample(probs_V, gumbel_of_bits(bits_V))
+
+
+@pytest.mark.parametrize(
+    ("probs_V", "size"), [(torch.ones(3), 4), (torch.zeros(3), 3), (torch.tensor([1.0, math.nan, math.inf]), 3)]
+)
+def test_coupled_sample_of_bits_errors(probs_V: torch.Tensor, size: int) -> None:
+    with pytest.raises(ValueError, match="probs_V"):
+        coupled_sample_bits(probs_V, noise_bits(0, 0, size))

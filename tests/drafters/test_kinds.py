@@ -135,6 +135,7 @@ def test_ragged_rows_equal_single_rows(
     columns = torch.randint(drafter.draft_vocab_size, (len(slots), drafter.block_size))
     together = Forced(columns, drafter.draft_token_ids_D)
     block = drafter.propose(cache, slots, anchors, together)
+    assert block.probs_RGD is not None
     assert block.probs_RGD.shape == (len(slots), drafter.block_size, 12)
     torch.testing.assert_close(block.probs_RGD, together.logits_RGD.softmax(-1))
     for row, slot in enumerate(slots):
@@ -194,10 +195,11 @@ def test_nothing_beyond_a_slots_length_matters(variant: str, drafter_of: Drafter
     context = context_of(drafter, 9)
     cache = fill(drafter, {0: context})
     clean = forced_logits(drafter, cache, 0, 9)
-    pairs = int(variant in ("eagle3", "mtp"))  # the pair of the last token is not complete
-    for memory, length in ((cache.keys[:, 0].movedim(2, 0), 9 - pairs), (cache.values[:, 0].movedim(2, 0), 9 - pairs)):
-        memory[length:] = 1e3
-    cache.features[0, 9:] = 1e3
+    beyond = [*range(9, cache.tables.num_rows)]
+    if variant in ("eagle3", "mtp"):
+        beyond.append(0)  # the first token completes no pair
+    cache.keys[:, :, beyond] = cache.values[:, :, beyond] = 1e3
+    cache.features[9:] = 1e3
     torch.testing.assert_close(forced_logits(drafter, cache, 0, 9), clean, **CLOSE)
 
 
@@ -230,7 +232,7 @@ def test_fewer_tokens_are_a_prefix_of_the_whole_block(
     whole = drafter.propose(cache, [0], torch.tensor([4]), greedy_sampler)
     short = drafter.propose(cache, [0], torch.tensor([4]), greedy_sampler, num_tokens=count)
     assert short.tokens_RG.shape == (1, count)
-    assert short.probs_RGD.shape == (1, count, 53)
+    assert short.probs_RGD is None  # greedy acceptance needs none
     assert torch.equal(short.tokens_RG, whole.tokens_RG[:, :count])
     if whole.confidence_logits_RG is not None:
         assert short.confidence_logits_RG is not None
@@ -368,22 +370,22 @@ def test_refused_calls(variant: str, drafter_of: DrafterOf, context_of: ContextO
         drafter.extend(cache, [Segment(0, 0, 4)], four.tokens_N, four.taps_NT[:3])
     with pytest.raises(ValueError, match=r"token_ids have shape \(3,\); the segments hold 4 tokens"):
         drafter.extend(cache, [Segment(0, 0, 4)], four.tokens_N[:3], four.taps_NT)
-    with pytest.raises(ValueError, match="slot 0 starts at 1, but the slot holds 0 tokens"):
+    with pytest.raises(ValueError, match="slot 0: a segment starts at 1, the slot holds 0 positions"):
         drafter.extend(cache, [Segment(0, 1, 4)], *four)
-    with pytest.raises(ValueError, match="more than max_length 10"):
+    with pytest.raises(ValueError, match="position 10 is beyond the cache's 10 positions"):
         drafter.extend(cache, [Segment(0, 0, 11)], *context_of(drafter, 11))
-    with pytest.raises(ValueError, match="slot 2 does not exist"):
+    with pytest.raises(ValueError, match="slot 2 is unknown"):
         drafter.extend(cache, [Segment(2, 0, 4)], *four)
-    with pytest.raises(ValueError, match="a slot appears in two segments"):
+    with pytest.raises(ValueError, match="slot 0 is unknown or named twice"):
         drafter.extend(cache, [Segment(0, 0, 2), Segment(0, 2, 2)], *four)
-    with pytest.raises(ValueError, match="cannot truncate slot 0 to length 1: it holds 0 tokens"):
+    with pytest.raises(ValueError, match="cannot truncate slot 0 to 1: it holds 0 positions"):
         cache.truncate(0, 1)
     size = drafter.block_size
     with pytest.raises(ValueError, match=f"num_tokens must be 1 to the block size {size}, got {size + 1}"):
         drafter.propose(cache, [0], torch.tensor([1]), greedy_sampler, num_tokens=size + 1)
     with pytest.raises(ValueError, match="one different slot per anchor is needed"):
         drafter.propose(cache, [0, 0], torch.tensor([1, 1]), greedy_sampler)
-    with pytest.raises(ValueError, match="num_slots and max_length must be at least 1"):
+    with pytest.raises(ValueError, match="at least one slot and one position"):
         drafter.new_cache(0, 10)
     drafter.extend(cache, [Segment(0, 0, 0)], *four.cut(0, 0))
     assert cache.lengths == [0, 0]

@@ -18,15 +18,17 @@ Shapes: L draft tokens to verify (0 is allowed), R = L + 1 rows of the target, V
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from dspark.decoding.sampling import sample_from
+from dspark.decoding.transforms import columns_of
 
 _SUM_TOLERANCE = 1e-3
+_SUM_PRECISION = 1e-5
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +57,7 @@ def accept_speculative(
 
     Exact as long as x_k was drawn from q_k as passed, the uniforms are fresh, and L is non-anticipating. Rows are
     normalised in float64 before they are compared, as ``sample_rows`` does, so float32 rounding of their sums makes no
-    bias.
+    bias (where it cannot matter, their sums are in float32).
 
     Args:
         draft_tokens_L: target ids x_1..x_L.
@@ -70,26 +72,78 @@ def accept_speculative(
             draft token has q = 0 (it cannot have been drawn from that row).
     """
     draft_tokens = _as_token_list(draft_tokens_L)
+    return accept_speculative_rows(
+        [len(draft_tokens)],
+        draft_tokens,
+        target_probs_RV,
+        draft_probs_LD,
+        accept_uniforms_L,
+        [final_uniform],
+        draft_token_ids_D,
+    )[0]
+
+
+def accept_speculative_rows(
+    draft_lengths: Sequence[int],
+    draft_tokens_L: Sequence[int] | Tensor,
+    target_probs_RV: Tensor,
+    draft_probs_LD: Tensor,
+    accept_uniforms_L: Sequence[float] | Tensor,
+    final_uniforms: Sequence[float],
+    draft_token_ids_D: Tensor | None = None,
+) -> list[Acceptance]:
+    """``accept_speculative`` for the blocks of many requests, which stand one after the other in every argument.
+
+    What a block gets does not depend on the others.
+
+    Args:
+        draft_lengths: draft tokens of each block, L together. A block has one target row more than draft tokens.
+        draft_tokens_L, target_probs_RV, draft_probs_LD, accept_uniforms_L, draft_token_ids_D: as there.
+        final_uniforms: one for each block.
+
+    Raises:
+        ValueError: as there; rows are counted through all blocks.
+    """
+    draft_tokens = _as_token_list(draft_tokens_L)
     accept_uniforms = [float(value) for value in accept_uniforms_L]
-    num_drafted = len(draft_tokens)
-    _check_shapes(num_drafted, target_probs_RV, draft_probs_LD, draft_token_ids_D)
-    _check_uniforms(num_drafted, accept_uniforms, final_uniform)
-    target_sums_R = _checked_sums(target_probs_RV, "target_probs_RV")
-    if num_drafted > 0:
-        draft_sums_L = _checked_sums(draft_probs_LD, "draft_probs_LD")
-        p_L = _at_tokens(target_probs_RV[:-1], draft_tokens, None) / target_sums_R[:-1]
-        q_L = _at_tokens(draft_probs_LD, draft_tokens, draft_token_ids_D) / draft_sums_L
-        tests = zip(draft_tokens, p_L.tolist(), q_L.tolist(), accept_uniforms, strict=True)
-        for k, (token, p, q, accept_uniform) in enumerate(tests):
-            if not q > 0:
-                raise ValueError(
-                    f"draft_tokens_L[{k}] is {token}, which draft_probs_LD[{k}] gives probability 0; "
-                    "pass the distribution the token was drawn from"
-                )
-            if not accept_uniform * q < p:
-                residual_V = residual_probs(target_probs_RV[k], draft_probs_LD[k], draft_token_ids_D)
-                return Acceptance(k, sample_from(residual_V, final_uniform))
-    return Acceptance(num_drafted, sample_from(target_probs_RV[num_drafted], final_uniform))
+    _check_shapes(draft_lengths, len(draft_tokens), target_probs_RV, draft_probs_LD, draft_token_ids_D)
+    _check_uniforms(draft_lengths, accept_uniforms, final_uniforms)
+    target_sums = _checked_sums(target_probs_RV, "target_probs_RV")
+    draft_sums = _checked_sums(draft_probs_LD, "draft_probs_LD")
+    blocks = list(_blocks(draft_lengths))
+    row_of_draft = [row + k for _, row, length in blocks for k in range(length)]
+    p_L = _at_tokens(target_probs_RV, row_of_draft, draft_tokens)
+    q_L = _at_draft_tokens(draft_probs_LD, draft_tokens, draft_token_ids_D)
+
+    def is_kept(draft: int) -> bool:
+        if not q_L[draft] > 0:
+            raise ValueError(
+                f"draft_tokens_L[{draft}] is {draft_tokens[draft]}, which draft_probs_LD[{draft}] gives probability 0; "
+                "pass the distribution the token was drawn from"
+            )
+        row, uniform = row_of_draft[draft], accept_uniforms[draft]
+        needed, p = uniform * (q_L[draft] / draft_sums[draft]), p_L[draft] / target_sums[row]
+        if abs(needed - p) <= _SUM_PRECISION * p:  # too near for sums in float32
+            q = q_L[draft] / float(draft_probs_LD[draft].sum(dtype=torch.float64))
+            needed, p = uniform * q, p_L[draft] / float(target_probs_RV[row].sum(dtype=torch.float64))
+        return needed < p
+
+    acceptances = []
+    for block, (draft, row, length) in enumerate(blocks):  # one by one: a row's temporaries stay in the CPU's cache
+        k = next((k for k in range(length) if not is_kept(draft + k)), length)
+        next_probs_V = target_probs_RV[row + k]
+        if k < length:
+            next_probs_V = residual_probs(next_probs_V, draft_probs_LD[draft + k], draft_token_ids_D)
+        acceptances.append(Acceptance(k, sample_from(next_probs_V, final_uniforms[block])))
+    return acceptances
+
+
+def _blocks(draft_lengths: Sequence[int]) -> Iterator[tuple[int, int, int]]:
+    """(first draft token, first target row, draft tokens) of each block."""
+    draft = row = 0
+    for length in draft_lengths:
+        yield draft, row, length
+        draft, row = draft + length, row + length + 1
 
 
 def residual_probs(target_probs_V: Tensor, draft_probs_D: Tensor, draft_token_ids_D: Tensor | None = None) -> Tensor:
@@ -163,12 +217,18 @@ def _as_token_list(tokens: Sequence[int] | Tensor) -> list[int]:
 
 
 def _check_shapes(
-    num_drafted: int, target_probs_RV: Tensor, draft_probs_LD: Tensor, draft_token_ids_D: Tensor | None
+    draft_lengths: Sequence[int],
+    num_drafted: int,
+    target_probs_RV: Tensor,
+    draft_probs_LD: Tensor,
+    draft_token_ids_D: Tensor | None,
 ) -> None:
-    if target_probs_RV.dim() != 2 or target_probs_RV.shape[0] != num_drafted + 1:
+    if num_drafted != sum(draft_lengths):
+        raise ValueError(f"draft_tokens_L has {num_drafted} tokens; draft_lengths asks for {sum(draft_lengths)}")
+    num_rows = num_drafted + len(draft_lengths)
+    if target_probs_RV.dim() != 2 or target_probs_RV.shape[0] != num_rows:
         raise ValueError(
-            f"target_probs_RV has shape {tuple(target_probs_RV.shape)}; "
-            f"{num_drafted} draft tokens need {num_drafted + 1} rows"
+            f"target_probs_RV has shape {tuple(target_probs_RV.shape)}; {num_drafted} draft tokens need {num_rows} rows"
         )
     if draft_probs_LD.dim() != 2 or draft_probs_LD.shape[0] != num_drafted:
         raise ValueError(
@@ -183,16 +243,22 @@ def _check_shapes(
         )
 
 
-def _check_uniforms(num_drafted: int, accept_uniforms: Sequence[float], final_uniform: float) -> None:
-    if len(accept_uniforms) != num_drafted:
-        raise ValueError(f"accept_uniforms_L has {len(accept_uniforms)} numbers for {num_drafted} draft tokens")
-    if not all(0 <= value < 1 for value in (*accept_uniforms, final_uniform)):
+def _check_uniforms(
+    draft_lengths: Sequence[int], accept_uniforms: Sequence[float], final_uniforms: Sequence[float]
+) -> None:
+    if len(accept_uniforms) != sum(draft_lengths):
+        raise ValueError(f"accept_uniforms_L has {len(accept_uniforms)} numbers for {sum(draft_lengths)} draft tokens")
+    if len(final_uniforms) != len(draft_lengths):
+        raise ValueError(f"final_uniforms has {len(final_uniforms)} numbers for {len(draft_lengths)} blocks")
+    if not all(0 <= value < 1 for value in (*accept_uniforms, *final_uniforms)):
         raise ValueError("accept_uniforms_L or final_uniform has a number outside [0, 1)")
 
 
-def _checked_sums(probs_NV: Tensor, name: str) -> Tensor:
-    """Sums of the rows in float64 [N]; an error unless every row is a distribution."""
-    sums_N = probs_NV.sum(dim=-1, dtype=torch.float64)
+def _checked_sums(probs_NV: Tensor, name: str) -> list[float]:
+    """Sums of the rows, off by less than ``_SUM_PRECISION`` of themselves; an error where a row is no distribution."""
+    if len(probs_NV) == 0:
+        return []
+    sums_N = probs_NV.sum(dim=-1, dtype=torch.promote_types(probs_NV.dtype, torch.float32))
     is_distribution = ((sums_N - 1).abs() <= _SUM_TOLERANCE) & (probs_NV.amin(dim=-1) >= 0)  # NaN fails both
     if not bool(is_distribution.all()):
         row = int((~is_distribution).nonzero()[0])
@@ -200,16 +266,25 @@ def _checked_sums(probs_NV: Tensor, name: str) -> Tensor:
             f"{name}[{row}] is not a distribution: it sums to {float(sums_N[row]):.6g}, its smallest entry is "
             f"{float(probs_NV[row].min()):.6g}; pass probabilities (token_probs), not logits"
         )
-    return sums_N
+    sums: list[float] = sums_N.tolist()
+    return sums
 
 
-def _at_tokens(probs_LV: Tensor, tokens: Sequence[int], token_ids_of_columns: Tensor | None) -> Tensor:
-    """Probability of each row's own token, float64 [L]; 0 where a reduced vocabulary has no column for it."""
-    num_tokens = probs_LV.shape[-1]
-    tokens_L1 = torch.tensor(tokens, dtype=torch.long, device=probs_LV.device).unsqueeze(-1)
-    if token_ids_of_columns is not None:
-        is_own_LV = token_ids_of_columns.to(probs_LV.device) == tokens_L1
-        return torch.where(is_own_LV, probs_LV, 0).sum(dim=-1, dtype=torch.float64)
-    if min(tokens) < 0 or max(tokens) >= num_tokens:
-        raise ValueError(f"draft_tokens_L has an id outside the vocabulary 0..{num_tokens - 1}: {list(tokens)}")
-    return probs_LV.gather(-1, tokens_L1).squeeze(-1).to(torch.float64)
+def _at_tokens(probs_RV: Tensor, rows_L: Sequence[int], tokens_L: Sequence[int]) -> list[float]:
+    """Probability of a token in a row, L times."""
+    num_tokens = probs_RV.shape[-1]
+    if not all(0 <= token < num_tokens for token in tokens_L):
+        raise ValueError(f"draft_tokens_L has an id outside the vocabulary 0..{num_tokens - 1}: {list(tokens_L)}")
+    values: list[float] = probs_RV[list(rows_L), list(tokens_L)].tolist()
+    return values
+
+
+def _at_draft_tokens(probs_LD: Tensor, tokens_L: Sequence[int], token_ids_D: Tensor | None) -> list[float]:
+    """Probability of each row's own token; 0 where a reduced vocabulary has no column for it."""
+    if len(tokens_L) == 0:
+        return []
+    tokens = torch.tensor(tokens_L, dtype=torch.long, device=probs_LD.device)
+    columns_L, has_column_L = columns_of(tokens, probs_LD.shape[-1], token_ids_D)
+    columns_L1 = torch.where(has_column_L, columns_L, 0).unsqueeze(-1)
+    values: list[float] = torch.where(has_column_L, probs_LD.gather(-1, columns_L1).squeeze(-1), 0).tolist()
+    return values

@@ -12,7 +12,8 @@ class TokenHistory:
     """Which tokens are in the prompt, and how often each was generated.
 
     The repetition penalty looks at prompt and output, presence and frequency at the output only.
-    ``fork`` and ``after_each`` give independent copies for the trial tokens of a block; the prompt is shared.
+    ``fork``, ``after`` and ``after_each`` give independent copies, for the trial tokens of a block; they share the
+    prompt.
     """
 
     __slots__ = ("_counts", "_prompt_ids_P")
@@ -37,6 +38,12 @@ class TokenHistory:
         copy._prompt_ids_P = self._prompt_ids_P  # never written to
         copy._counts = self._counts.copy()
         return copy
+
+    def after(self, trial_tokens: Iterable[int]) -> TokenHistory:
+        """The history after all of a block's trial tokens."""
+        history = self.fork()
+        history.extend(trial_tokens)
+        return history
 
     def after_each(self, trial_tokens: Iterable[int]) -> list[TokenHistory]:
         """The histories of a block's rows: this one, then after x_1, after x_1 x_2, ... (one more than the tokens)."""

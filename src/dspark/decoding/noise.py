@@ -16,10 +16,13 @@ How each rule must use it:
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import torch
 from torch import Tensor
 
+NOISE_BITS = 52
 _UINT64 = 2**64
 _GUMBEL_STREAM = 0
 _UNIFORM_STREAM = 1
@@ -27,7 +30,7 @@ _UNIFORM_STREAM = 1
 
 def uniform(seed: int, position: int) -> float:
     """One uniform number in (0, 1) for an absolute position; independent of ``gumbel_noise`` there."""
-    return float(_open_uniforms(seed, position, _UNIFORM_STREAM, 1)[0])
+    return float(_open_uniforms(_random_bits(seed, position, _UNIFORM_STREAM, 1))[0])
 
 
 def gumbel_noise(seed: int, position: int, vocab_size: int, dtype: torch.dtype = torch.float64) -> Tensor:
@@ -35,19 +38,34 @@ def gumbel_noise(seed: int, position: int, vocab_size: int, dtype: torch.dtype =
 
     Entry i does not depend on ``vocab_size``. float64 by default: in float32 two near-equal scores may tie.
     """
-    values = _open_uniforms(seed, position, _GUMBEL_STREAM, vocab_size)
+    return gumbel_of_bits(noise_bits(seed, position, vocab_size)).to(dtype)
+
+
+def noise_bits(seed: int, position: int, vocab_size: int) -> Tensor:
+    """The random integers in [0, 2^52) that ``gumbel_noise`` is made of, int64 [vocab_size] (CPU)."""
+    return torch.from_numpy(_random_bits(seed, position, _GUMBEL_STREAM, vocab_size).view(np.int64))
+
+
+def gumbel_of_bits(bits: Tensor) -> Tensor:
+    """The Gumbel noise that each of ``noise_bits`` stands for, float64, same shape (CPU)."""
+    values = _open_uniforms(bits.numpy())
     np.log(values, out=values)
     np.negative(values, out=values)
     np.log(values, out=values)
     np.negative(values, out=values)
-    return torch.from_numpy(values).to(dtype)
+    return torch.from_numpy(values)
 
 
-def _open_uniforms(seed: int, position: int, stream: int, count: int) -> np.ndarray[tuple[int], np.dtype[np.float64]]:
-    """(n + 1/2) / 2^52 for 52 random bits n: exactly representable, never 0 or 1."""
+def _random_bits(seed: int, position: int, stream: int, count: int) -> np.ndarray[tuple[int], np.dtype[np.uint64]]:
+    """52 random bits n a number."""
     if position < 0:
         raise ValueError(f"position is {position}; it must be at least 0")
     key = np.array([seed % _UINT64, 0], dtype=np.uint64)
     counter = np.array([0, position, stream, 0], dtype=np.uint64)
     bits = np.random.Philox(key=key, counter=counter).random_raw(count)
-    return ((bits >> np.uint64(12)).astype(np.float64) + 0.5) * 2.0**-52
+    return np.right_shift(bits, np.uint64(12), out=bits)
+
+
+def _open_uniforms(bits: np.ndarray[Any, Any]) -> np.ndarray[Any, np.dtype[np.float64]]:
+    """(n + 1/2) / 2^52: exactly representable, never 0 or 1."""
+    return (bits.astype(np.float64) + 0.5) * 2.0**-NOISE_BITS

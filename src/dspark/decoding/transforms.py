@@ -21,12 +21,14 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from dspark.decoding.history import TokenHistory
 from dspark.decoding.settings import SamplingSettings
 
+_NEAR_NATS = (8.0, 12.0, math.inf)
 _BUCKETS_PER_NAT = 64
 _NUM_BUCKETS = 32 * _BUCKETS_PER_NAT  # whatever is more than 32 nats (a factor 1e14) below the best shares the last one
 
@@ -93,7 +95,7 @@ def warp_logits(
         if settings.top_k is not None:
             scores_NV = _only_top_k(scores_NV, settings.top_k)
         if settings.top_p < 1:
-            scores_NV = _only_nucleus(scores_NV, best_N1, settings.top_p, is_sparse=settings.top_k is not None)
+            scores_NV = _only_nucleus(scores_NV, best_N1, settings.top_p)
         if settings.min_p > 0:
             scores_NV = _only_min_p(scores_NV, best_N1, settings.min_p)
         warped_NV = scores_NV
@@ -110,7 +112,7 @@ def _with_bias(scores_NV: Tensor, settings: SamplingSettings, token_ids_of_colum
         )
     ids = torch.tensor(list(settings.logit_bias), dtype=torch.long, device=scores_NV.device)
     bias = torch.tensor(list(settings.logit_bias.values()), dtype=scores_NV.dtype, device=scores_NV.device)
-    columns, has_column = _columns_of(ids, num_columns, token_ids_of_columns)
+    columns, has_column = columns_of(ids, num_columns, token_ids_of_columns)
     bias_V = scores_NV.new_zeros(num_columns)
     bias_V[columns[has_column]] = bias[has_column]
     return scores_NV + bias_V
@@ -135,7 +137,7 @@ def _with_penalties(
     if settings.repetition_penalty != 1:
         seen = [row.seen_ids() for row in histories]
         rows, ids = _flattened(seen, device)
-        columns, has_column = _columns_of(ids, num_columns, token_ids_of_columns)
+        columns, has_column = columns_of(ids, num_columns, token_ids_of_columns)
         at = (rows[has_column], columns[has_column])
         values = scores_NV[at]
         penalty = settings.repetition_penalty
@@ -143,7 +145,7 @@ def _with_penalties(
     if settings.frequency_penalty != 0 or settings.presence_penalty != 0:
         rows, ids = _flattened([row.generated_ids() for row in histories], device)
         counts = torch.cat([row.generated_counts() for row in histories]).to(device)
-        columns, has_column = _columns_of(ids, num_columns, token_ids_of_columns)
+        columns, has_column = columns_of(ids, num_columns, token_ids_of_columns)
         amounts = settings.frequency_penalty * counts.to(scores_NV.dtype) + settings.presence_penalty
         scores_NV[rows[has_column], columns[has_column]] -= amounts[has_column]
     return scores_NV
@@ -156,7 +158,7 @@ def _flattened(ids_of_rows: Sequence[Tensor], device: torch.device) -> tuple[Ten
     return rows.to(device), torch.cat(list(ids_of_rows)).to(device)
 
 
-def _columns_of(ids: Tensor, num_columns: int, token_ids_of_columns: Tensor | None) -> tuple[Tensor, Tensor]:
+def columns_of(ids: Tensor, num_columns: int, token_ids_of_columns: Tensor | None) -> tuple[Tensor, Tensor]:
     """The column of each target id, and whether it has one."""
     if token_ids_of_columns is None:
         return ids, ids < num_columns
@@ -179,38 +181,53 @@ def _only_min_p(scores_NV: Tensor, best_N1: Tensor, min_p: float) -> Tensor:
     return torch.where(scores_NV < best_N1 + math.log(min_p), -math.inf, scores_NV)
 
 
-def _only_nucleus(scores_NV: Tensor, best_N1: Tensor, top_p: float, *, is_sparse: bool) -> Tensor:
-    """Top-p; ``is_sparse`` says that few tokens are left, so that it pays to look at those only."""
+def _only_nucleus(scores_NV: Tensor, best_N1: Tensor, top_p: float) -> Tensor:
     kept_NV = torch.full_like(scores_NV, -math.inf)
-    for row in range(len(scores_NV)):  # row by row: a row's temporaries stay in the CPU's cache
-        scores_V = scores_NV[row]
-        if is_sparse:
-            tokens = (scores_V > -math.inf).nonzero().squeeze(-1)
-            tokens = tokens[_nucleus(scores_V[tokens], best_N1[row], top_p)]
-            kept_NV[row, tokens] = scores_V[tokens]
-        else:
-            kept_NV[row] = torch.where(_nucleus(scores_V, best_N1[row], top_p), scores_V, -math.inf)
+    for scores_V, best_1, kept_V in zip(
+        scores_NV, best_N1, kept_NV, strict=True
+    ):  # temporaries stay in the CPU's cache
+        tokens = _nucleus(scores_V, best_1, top_p)
+        kept_V[tokens] = scores_V[tokens]
     return kept_NV
 
 
 def _nucleus(scores_V: Tensor, best_1: Tensor, top_p: float) -> Tensor:
-    """Which tokens are in the top-p nucleus [V], without sorting the vocabulary.
+    """The ids of the top-p nucleus, without sorting the vocabulary. Masses are added in float64.
 
-    Tokens fall into buckets of 1/64 nat below the best one. The cumulative mass of the buckets says in which of them
-    the nucleus ends; only that bucket's tokens are sorted. Masses are added in float64.
+    Nearly always it lies within a few nats of the best token, so the other tokens only count as mass.
     """
-    mass_V = (scores_V - best_1).exp().double()
-    bucket_V = ((best_1 - scores_V) * _BUCKETS_PER_NAT).clamp(max=_NUM_BUCKETS - 1).long()
-    mass_B = mass_V.new_zeros(_NUM_BUCKETS).scatter_add_(0, bucket_V, mass_V)
+    mass_V = (scores_V - best_1).exp_()
+    wanted_mass = top_p * mass_V.sum(dtype=torch.float64)
+    for nats in _NEAR_NATS:
+        tokens = _ids_above(scores_V, float(best_1) - nats)
+        mass = mass_V[tokens].double()
+        if bool(mass.sum() >= wanted_mass):
+            break
+    return tokens[_is_in_nucleus(best_1 - scores_V[tokens], mass, wanted_mass)]
+
+
+def _ids_above(scores_V: Tensor, lowest: float) -> Tensor:
+    if scores_V.is_cpu:  # here numpy is several times faster
+        return torch.from_numpy(np.flatnonzero(scores_V.detach().numpy() > lowest))
+    return (scores_V > lowest).nonzero().squeeze(-1)
+
+
+def _is_in_nucleus(nats_below_best: Tensor, mass: Tensor, wanted_mass: Tensor) -> Tensor:
+    """Which of the given tokens, in the order of their ids, make up the wanted mass.
+
+    Tokens fall into buckets of 1/64 nat. The cumulative mass of the buckets says in which of them the nucleus ends;
+    only that bucket's tokens are sorted.
+    """
+    bucket = (nats_below_best * _BUCKETS_PER_NAT).clamp(max=_NUM_BUCKETS - 1).long()
+    mass_B = mass.new_zeros(_NUM_BUCKETS).scatter_add_(0, bucket, mass)
     mass_up_to_B = mass_B.cumsum(dim=0)
-    wanted_mass = top_p * mass_up_to_B[-1]
-    last_bucket = torch.searchsorted(mass_up_to_B, wanted_mass)
-    tokens = (bucket_V == last_bucket).nonzero().squeeze(-1)
-    tokens = tokens[scores_V[tokens].argsort(descending=True, stable=True)]  # ties: lowest id first
-    masses = mass_V[tokens]
+    last_bucket = torch.searchsorted(mass_up_to_B, wanted_mass).clamp_(max=bucket.max())
+    ends = (bucket == last_bucket).nonzero().squeeze(-1)
+    ends = ends[nats_below_best[ends].argsort(stable=True)]  # ties: lowest id first
+    masses = mass[ends]
     mass_before = mass_up_to_B[last_bucket] - mass_B[last_bucket] + masses.cumsum(dim=0) - masses
     is_kept = mass_before < wanted_mass
     is_kept[0] = True  # its bucket was chosen because mass is still wanted
-    is_kept_V: Tensor = bucket_V < last_bucket
-    is_kept_V[tokens] = is_kept
-    return is_kept_V
+    is_in_nucleus: Tensor = bucket < last_bucket
+    is_in_nucleus[ends] = is_kept
+    return is_in_nucleus

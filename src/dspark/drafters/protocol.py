@@ -11,13 +11,15 @@ from torch import Tensor
 
 from dspark.calibration.calibration import Calibration
 from dspark.drafters.cache import DrafterCache
+from dspark.models.block_tables import BlockTables
 from dspark.types import Segment
 
-DraftSampler = Callable[[int, Tensor, Tensor], tuple[Tensor, Tensor]]
+DraftSampler = Callable[[int, Tensor, Tensor], tuple[Tensor, Tensor | None]]
 """``sample(k, logits_RD, tokens_Rk) -> (columns_R, probs_RD)``: draws draft token k (0-based) of every row.
 
 ``tokens_Rk`` are the target ids drafted so far in this block (without the anchor). ``columns_R`` are chosen columns of
-the draft vocabulary and ``probs_RD`` the full distribution that each was drawn from.
+the draft vocabulary and ``probs_RD`` the full distribution that each was drawn from (None, for every k, if no row's
+acceptance rule needs it).
 """
 
 
@@ -27,13 +29,14 @@ class DraftBlock:
 
     Attributes:
         tokens_RG: Draft tokens as target ids.
-        probs_RGD: Distribution, over the D columns of the draft vocabulary, that each token was drawn from.
+        probs_RGD: Distribution, over the D columns of the draft vocabulary, that each token was drawn from, as the
+            sampler gave it; None if it gave none.
         confidence_logits_RG: Logit of the probability that a token is accepted given that all before it are
             (SPEC eq. 7); None where the drafter has no confidence head.
     """
 
     tokens_RG: Tensor
-    probs_RGD: Tensor
+    probs_RGD: Tensor | None
     confidence_logits_RG: Tensor | None
 
 
@@ -70,8 +73,13 @@ class Drafter(Protocol):
         """What makes probabilities of the confidence logits; None where none was fitted."""
         ...
 
-    def new_cache(self, num_slots: int, max_length: int) -> DrafterCache:
-        """Allocate the context memory of `num_slots` requests of up to `max_length` tokens."""
+    def new_cache(self, num_slots: int, max_length: int, tables: BlockTables | None = None) -> DrafterCache:
+        """Allocate the context memory of `num_slots` requests of up to `max_length` tokens.
+
+        Args:
+            tables: Which blocks hold the positions of each slot, where the caller decides it, who then gives a slot
+                room for its tokens and `block_size` + 1 more whenever it drafts; by default every slot has it.
+        """
         ...
 
     def extend(self, cache: DrafterCache, segments: Sequence[Segment], token_ids_N: Tensor, taps_NT: Tensor) -> None:
@@ -119,8 +127,12 @@ class DraftTarget(Protocol):
     def lm_head_weight_VH(self) -> Tensor: ...
 
 
-def greedy_sampler(position: int, logits_RD: Tensor, tokens_Rk: Tensor) -> tuple[Tensor, Tensor]:
-    """The `DraftSampler` of temperature 0: the argmax, as a one-hot distribution."""
-    columns_R = logits_RD.argmax(dim=-1)
-    probs_RD = torch.zeros_like(logits_RD).scatter_(1, columns_R[:, None], 1.0)
-    return columns_R, probs_RD
+def greedy_sampler(position: int, logits_RD: Tensor, tokens_Rk: Tensor) -> tuple[Tensor, None]:
+    """The `DraftSampler` of temperature 0: the argmax; its acceptance rule needs no distribution."""
+    return logits_RD.argmax(dim=-1), None
+
+
+def stack_distributions(distributions: Sequence[Tensor | None]) -> Tensor | None:
+    """What a sampler gave with each of the G draft tokens, ``[R, G, D]``; None if it gave none."""
+    given = [probs_RD for probs_RD in distributions if probs_RD is not None]
+    return torch.stack(given, dim=1) if given else None

@@ -10,8 +10,9 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from dspark.calibration.calibration import NO_CALIBRATION
-from dspark.decoding import SamplingSettings
+from dspark.decoding import Acceptance, SamplingSettings
 from dspark.drafters.protocol import DraftBlock, Drafter
+from dspark.engine.batch_sampling import VerifyRow, draft_sampler, verify_rows
 from dspark.engine.result import GenerationResult, RoundEvent
 from dspark.engine.sampling import request_sampling
 from dspark.engine.speculation import SpeculationSettings
@@ -116,7 +117,7 @@ class _Generation:
     def events(self) -> Iterator[RoundEvent]:
         started = time.perf_counter()
         logits_RV = self._prefill()
-        first = self._sampling.verify(logits_RV, [], None)
+        first = self._verify(logits_RV, [], None)
         event = self._commit([first.next_token], accepted=0, verified=0)
         seconds = prefill_seconds = time.perf_counter() - started
         while self._finish_reason is None:
@@ -147,8 +148,9 @@ class _Generation:
         scheduled = time.perf_counter()
         verify_tokens = draft_tokens[:verify_length]
         hidden_NH = self._forward([self._generated[-1], *verify_tokens], anchor_position)
-        draft_probs_LD = None if block is None or verify_length == 0 else block.probs_RGD[0, :verify_length]
-        acceptance = self._sampling.verify(self._target.logits(hidden_NH), verify_tokens, draft_probs_LD)
+        probs_RGD = None if block is None else block.probs_RGD
+        draft_probs_LD = None if probs_RGD is None else probs_RGD[0, :verify_length]
+        acceptance = self._verify(self._target.logits(hidden_NH), verify_tokens, draft_probs_LD)
         verified = time.perf_counter()
         self._roll_back(anchor_position + 1 + acceptance.num_accepted)
         self._rounds += 1
@@ -181,7 +183,14 @@ class _Generation:
         if room == 0:
             return None
         anchor_1 = torch.tensor([self._generated[-1]], device=self._target.device)
-        return self._drafter.propose(self._drafter_cache, [0], anchor_1, self._sampling.draft, room)
+        sample = draft_sampler([self._sampling], [room])
+        return self._drafter.propose(self._drafter_cache, [0], anchor_1, sample, room)
+
+    def _verify(
+        self, logits_RV: torch.Tensor, draft_tokens: list[int], draft_probs_LD: torch.Tensor | None
+    ) -> Acceptance:
+        row = VerifyRow(sampling=self._sampling, draft_tokens=draft_tokens, draft_probs_LD=draft_probs_LD)
+        return verify_rows([row], logits_RV)[0]
 
     def _forward(self, token_ids: list[int], start: int) -> torch.Tensor:
         segment = Segment(0, start, len(token_ids))
