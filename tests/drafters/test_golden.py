@@ -62,7 +62,8 @@ def _check_round(
     block = drafter.propose(cache, [0], anchor.view(1), recorder)
     assert torch.equal(block.tokens_RG, expected[f"{name}_tokens"])
     torch.testing.assert_close(torch.stack(recorder.logits, 1), expected[f"{name}_logits"], **TOLERANCE)
-    hidden = drafter._draft_hidden(cache, [0], anchor.view(1))
+    with torch.no_grad():
+        hidden = drafter._draft_hidden(cache, [0], anchor.view(1))
     torch.testing.assert_close(hidden, expected[f"{name}_hidden"], **TOLERANCE)
     if f"{name}_base_logits" in expected:
         base = torch.nn.functional.linear(hidden, drafter.lm_head.weight)

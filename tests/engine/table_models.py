@@ -11,7 +11,8 @@ from collections.abc import Sequence
 import torch
 
 from dspark.drafters.cache import DrafterCache
-from dspark.drafters.protocol import DraftBlock, DraftSampler
+from dspark.drafters.protocol import DraftBlock, DraftSampler, stack_distributions
+from dspark.models.block_tables import BlockTables
 from dspark.models.config import DecoderConfig
 from dspark.models.kv_cache import KVCache
 from dspark.models.rope import RopeSettings
@@ -52,7 +53,11 @@ class TableTarget:
         self.embedding_weight_VH = torch.zeros(table_SV.shape[1], STATES)
         self.lm_head_weight_VH = table_SV.log().T
 
-    def new_cache(self, num_slots: int, max_length: int) -> KVCache:
+    @property
+    def shares_blocks(self) -> bool:
+        return True
+
+    def new_cache(self, num_slots: int, max_length: int, tables: BlockTables | None = None) -> KVCache:
         return KVCache(
             num_layers=1,
             num_slots=num_slots,
@@ -61,6 +66,7 @@ class TableTarget:
             head_dim=1,
             dtype=self.dtype,
             device=self.device,
+            tables=tables,
         )
 
     def forward(
@@ -70,9 +76,10 @@ class TableTarget:
         cache.reserve(list(segments))
         states = []
         for segment, tokens in zip(segments, token_ids_N.split([s.length for s in segments]), strict=True):
-            row = cache.keys[0, segment.slot, 0, :, 0]
-            row[segment.start : segment.end] = tokens.float()
-            states.append(row[: segment.end].cumsum(0)[segment.start :] % STATES)
+            memory_P = cache.keys[0, 0, :, 0]
+            memory_P[cache.tables.places([segment]).rows] = tokens.float()
+            known = memory_P[cache.tables.slot_rows([segment.slot], segment.end)[0]]
+            states.append(known.cumsum(0)[segment.start :] % STATES)
         state_N = torch.cat(states)
         hidden_NH = torch.nn.functional.one_hot(state_N.long(), STATES).float()
         return TargetOutput(hidden_NH=hidden_NH, taps_NT=state_N[:, None] if tap_layers else None)
@@ -96,7 +103,7 @@ class TableDrafter:
         self.has_confidence_head = False
         self.calibration = None
 
-    def new_cache(self, num_slots: int, max_length: int) -> DrafterCache:
+    def new_cache(self, num_slots: int, max_length: int, tables: BlockTables | None = None) -> DrafterCache:
         return DrafterCache(
             num_layers=1,
             num_slots=num_slots,
@@ -106,15 +113,14 @@ class TableDrafter:
             scratch=0,
             device=torch.device("cpu"),
             dtype=torch.float32,
+            tables=tables,
         )
 
     def extend(
         self, cache: DrafterCache, segments: Sequence[Segment], token_ids_N: torch.Tensor, taps_NT: torch.Tensor
     ) -> None:
-        for segment, taps in zip(segments, taps_NT.split([s.length for s in segments]), strict=True):
-            cache.check_segment(segment.slot, segment.start, segment.end)
-            cache.keys[0, segment.slot, 0, segment.start : segment.end] = taps
-            cache.lengths[segment.slot] = segment.end
+        cache.reserve(segments)
+        cache.keys[0, 0, cache.tables.places(segments).rows] = taps_NT
 
     def propose(
         self,
@@ -124,8 +130,8 @@ class TableDrafter:
         sample: DraftSampler,
         num_tokens: int | None = None,
     ) -> DraftBlock:
-        last = [cache.keys[0, slot, 0, cache.lengths[slot] - 1, 0] for slot in slots]
-        state_R = (torch.stack(last).long() + anchors_R) % STATES
+        last = cache.tables.places([Segment(slot, cache.lengths[slot] - 1, 1) for slot in slots])
+        state_R = (cache.keys[0, 0, last.rows, 0].long() + anchors_R) % STATES
         tokens_RG = torch.empty(len(slots), 0, dtype=torch.long)
         distributions = []
         for k in range(num_tokens or self.block_size):
@@ -134,4 +140,4 @@ class TableDrafter:
             tokens_RG = torch.cat([tokens_RG, drawn_R[:, None]], dim=1)
             state_R = (state_R + drawn_R) % STATES
             distributions.append(probs_RD)
-        return DraftBlock(tokens_RG=tokens_RG, probs_RGD=torch.stack(distributions, 1), confidence_logits_RG=None)
+        return DraftBlock(tokens_RG=tokens_RG, probs_RGD=stack_distributions(distributions), confidence_logits_RG=None)

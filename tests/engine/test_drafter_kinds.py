@@ -29,6 +29,7 @@ from dspark.drafters import (
 from dspark.drafters.registry import AnyConfig, drafter_from_target
 from dspark.engine.generation import generate
 from dspark.engine.result import GenerationResult
+from dspark.models.block_tables import BlockTables
 from dspark.models.config import DecoderConfig
 from dspark.models.decoder import Decoder
 from dspark.types import Segment
@@ -85,8 +86,8 @@ class Watched:
         self.texts: list[list[int]] = []
         self._tokens: list[int] = []
 
-    def new_cache(self, num_slots: int, max_length: int) -> DrafterCache:
-        return self.drafter.new_cache(num_slots, max_length)
+    def new_cache(self, num_slots: int, max_length: int, tables: BlockTables | None = None) -> DrafterCache:
+        return self.drafter.new_cache(num_slots, max_length, tables)
 
     def extend(self, cache: DrafterCache, segments: Sequence[Segment], token_ids_N: Tensor, taps_NT: Tensor) -> None:
         self._tokens[segments[0].start :] = token_ids_N.tolist()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from typing import Any
 
 import pytest
@@ -142,41 +141,6 @@ def test_lower_precisions_stay_near_float32() -> None:
     for dtype, limit in (("bfloat16", 0.05), ("int8", 0.1)):
         distance = 0.5 * (probs[dtype] - probs["float32"]).abs().sum(-1).mean()
         assert 0 < distance < limit, dtype
-
-
-@pytest.mark.parametrize("name", ["llama", "qwen2-sliding", "gemma3"])
-@pytest.mark.parametrize("prompt_length", [3, 250, 300])
-@torch.no_grad()
-def test_int8_tokens_have_the_same_bits_alone_and_in_a_block(name: str, prompt_length: int) -> None:
-    """Verification computes what plain decoding would have, to the last bit; 256 is a boundary of key blocks."""
-    config = copy.deepcopy(CONFIGS[name])
-    config.max_position_embeddings = 512
-    model = ours(random_model(config), "int8")
-    text = torch.randint(0, 97, (prompt_length + 20,))
-    one_by_one, together = model.new_cache(1, 400), model.new_cache(1, 400)
-    for cache in (one_by_one, together):
-        model.forward(text[:prompt_length], [Segment(0, 0, prompt_length)], cache)
-    alone = [
-        model.forward(text[position : position + 1], [Segment(0, position, 1)], one_by_one).hidden_NH
-        for position in range(prompt_length, len(text))
-    ]
-    block = model.forward(text[prompt_length:], [Segment(0, prompt_length, 20)], together).hidden_NH
-    assert torch.equal(block, torch.cat(alone))
-    assert torch.equal(model.logits(block), torch.cat([model.logits(hidden) for hidden in alone]))
-
-
-@pytest.mark.parametrize("prompt_length", [130, 200])
-@torch.no_grad()
-def test_int8_tokens_have_the_same_bits_whatever_the_cache_could_hold(prompt_length: int) -> None:
-    """Another ``max_tokens`` means another cache: what both answers have must not depend on it."""
-    model = ours(random_model(CONFIGS["llama-wide-heads"]), "int8")
-    text = torch.randint(0, 97, (prompt_length + 1,))
-    outputs = []
-    for max_length in (len(text), len(text) + 13, len(text) + 100, 300):
-        cache = model.new_cache(1, max_length)
-        model.forward(text[:-1], [Segment(0, 0, prompt_length)], cache)
-        outputs.append(model.forward(text[-1:], [Segment(0, prompt_length, 1)], cache).hidden_NH)
-    assert all(torch.equal(output, outputs[0]) for output in outputs)
 
 
 @pytest.mark.parametrize(

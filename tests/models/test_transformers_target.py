@@ -11,6 +11,7 @@ from transformers.models.auto import CONFIG_MAPPING
 
 from dspark.decoding import SamplingSettings
 from dspark.engine.generation import generate
+from dspark.models.block_tables import BlockTables
 from dspark.models.config import DecoderConfig
 from dspark.models.decoder import Decoder
 from dspark.models.target import Target, TargetCache, TargetConfig
@@ -201,6 +202,12 @@ def test_segments_and_caches_that_do_not_fit_are_refused() -> None:
         target.new_cache(1, 65)
     with pytest.raises(ValueError, match="at least one slot"):
         target.new_cache(0, 8)
+    assert not target.shares_blocks
+    with pytest.raises(ValueError, match="cannot share blocks: leave tables out"):
+        target.new_cache(1, 8, BlockTables.contiguous(1, 8, torch.device("cpu")))
+    cache.adopt(0, 0)
+    with pytest.raises(ValueError, match="slot 0 cannot adopt 1 positions: a transformers target shares no blocks"):
+        cache.adopt(0, 1)
     native = Decoder(
         DecoderConfig.from_huggingface(CONFIGS["qwen3"].to_dict()), native_model(CONFIGS["qwen3"]).state_dict()
     )

@@ -1,4 +1,4 @@
-"""What a drafter remembers of the committed context, and how a round's blocks are written behind it."""
+"""What a drafter remembers of the committed context, and the checks of its arguments."""
 
 from __future__ import annotations
 
@@ -7,22 +7,27 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from dspark.models.block_tables import BlockTables
+from dspark.models.kv_cache import KVCache
 from dspark.types import Segment
 
 
-class DrafterCache:
-    """Keys and values of the committed context, for every draft layer and slot, allocated once.
+class DrafterCache(KVCache):
+    """Keys and values of the committed context, for every draft layer and slot.
 
-    Shapes: ``keys`` and ``values`` are ``[layers, slots, kv_heads, max_length + scratch, head_dim]``. The ``scratch``
-    rows after a slot's context hold the keys and values of the block being drafted, so that attention reads one piece
-    of memory; the next `extend` overwrites them.
+    The ``scratch`` positions after a slot's context hold the keys and values of the block being drafted, so that
+    attention reads one piece of memory; the next `extend` overwrites them. ``lengths[slot]`` is also the position of
+    the slot's next anchor.
 
     Drafters over pairs (`dspark.drafters.pairs`) also keep the feature of every context position, in ``features``
-    ``[slots, max_length, feature_size]``: the next pair needs the last one, whatever was rolled back.
+    ``[rows, feature_size]``: the next pair needs the last one, whatever was rolled back.
 
-    Attributes:
-        lengths: Committed context tokens of every slot; also the position of the slot's next anchor.
-        max_length: Most context tokens a slot can hold.
+    Args:
+        max_length: Most context tokens of a slot.
+        scratch: Inputs of a block.
+        tables: Where the positions are; with room for ``scratch`` more than ``max_length`` a slot.
+        dtype: Of what the drafter computes.
+        feature_size: Width of ``features``; 0 for none.
     """
 
     def __init__(
@@ -37,101 +42,41 @@ class DrafterCache:
         device: torch.device,
         dtype: torch.dtype,
         feature_size: int = 0,
+        tables: BlockTables | None = None,
     ) -> None:
-        if num_slots < 1 or max_length < 1:
-            raise ValueError(f"num_slots and max_length must be at least 1, got {num_slots} and {max_length}")
-        shape = (num_layers, num_slots, num_kv_heads, max_length + scratch, head_dim)
-        self.keys: Tensor = torch.zeros(shape, device=device, dtype=dtype)
-        self.values: Tensor = torch.zeros(shape, device=device, dtype=dtype)
-        self.features: Tensor = torch.zeros((num_slots, max_length, feature_size), device=device, dtype=dtype)
-        self.lengths: list[int] = [0] * num_slots
-        self.max_length = max_length
+        super().__init__(
+            num_layers=num_layers,
+            num_slots=num_slots,
+            num_kv_heads=num_kv_heads,
+            max_length=max_length,
+            head_dim=head_dim,
+            # On a CPU the compiled attention reads float32: faster, and a row's bits do not depend on the others.
+            dtype=torch.float32 if device.type == "cpu" else dtype,
+            device=device,
+            tables=tables,
+            scratch=scratch,
+        )
+        self.features: Tensor = torch.zeros((self.tables.num_rows, feature_size), device=device, dtype=dtype)
 
     @property
-    def num_slots(self) -> int:
-        """Requests the cache has room for."""
-        return len(self.lengths)
+    def nbytes_per_block(self) -> int:
+        """Bytes that one block takes here."""
+        return super().nbytes_per_block + self.features.nbytes // self.tables.num_blocks
 
-    def truncate(self, slot: int, length: int) -> None:
-        """Forget every context token of `slot` from position `length` on.
+    def blocks(self, slots: Sequence[int], inputs: int) -> list[Segment]:
+        """Where blocks of ``inputs`` tokens go, each behind its slot's context.
 
         Raises:
-            ValueError: if the slot does not exist, or holds fewer than `length` tokens.
+            ValueError: if a slot has no room for its block.
         """
-        self._check_slot(slot)
-        if not 0 <= length <= self.lengths[slot]:
-            raise ValueError(f"cannot truncate slot {slot} to length {length}: it holds {self.lengths[slot]} tokens")
-        self.lengths[slot] = length
-
-    def check_segment(self, slot: int, start: int, end: int) -> None:
-        """Raise ValueError unless positions ``start .. end - 1`` continue `slot` and fit in it."""
-        self._check_slot(slot)
-        if start != self.lengths[slot]:
-            raise ValueError(
-                f"segment of slot {slot} starts at {start}, but the slot holds {self.lengths[slot]} tokens; "
-                "truncate the slot or pass every token in order"
-            )
-        if end > self.max_length:
-            raise ValueError(
-                f"slot {slot} would hold {end} tokens, more than max_length {self.max_length}; allocate a longer cache"
-            )
-
-    def _check_slot(self, slot: int) -> None:
-        if not 0 <= slot < len(self.lengths):
-            raise ValueError(f"slot {slot} does not exist; the cache has slots 0 to {len(self.lengths) - 1}")
-
-
-class BlockPlan:
-    """Where a round's block keys and values go in the cache, and how rows are read back; one plan serves all layers.
-
-    Attributes:
-        positions_N: Absolute positions of all block inputs, row after row.
-        end: Keys that the longest row sees, its own block included.
-        mask_R11K: True at the keys a row may see; None where all rows are equally long.
-    """
-
-    def __init__(self, slots: Sequence[int], starts: Sequence[int], inputs: int, device: torch.device) -> None:
-        """See the class.
-
-        Args:
-            slots: One different slot per row.
-            starts: Where each row's block begins; a row sees everything before and all of its block.
-            inputs: Inputs of a block.
-            device: Where the cache is.
-        """
-        lengths = list(starts)
-        first, rows = slots[0], len(slots)
-        self.end = max(lengths) + inputs
-        self._inputs = inputs
-        self._single = (first, lengths[0]) if rows == 1 else None
-        # Neighbouring slots are read in place; others have to be gathered.
-        contiguous = list(slots) == list(range(first, first + rows))
-        self._range = slice(first, first + rows) if contiguous else None
-        self.mask_R11K: Tensor | None = None
-        if rows == 1:
-            self.positions_N = position_range(lengths[0], lengths[0] + inputs, device)
-            return
-        lengths_R = torch.tensor(lengths, device=device)
-        self._slots_R = torch.tensor(list(slots), device=device)
-        self._positions_RI = lengths_R[:, None] + position_range(0, inputs, device)
-        self.positions_N = self._positions_RI.view(-1)
-        if min(lengths) != max(lengths):
-            ends_R = lengths_R + inputs
-            self.mask_R11K = (position_range(0, self.end, device) < ends_R[:, None])[:, None, None]
-
-    def write(self, layer_cache: Tensor, block_RIgd: Tensor) -> None:
-        """Put the blocks' keys or values behind their contexts in one layer's ``[slots, g, positions, d]``."""
-        if self._single is not None:
-            slot, start = self._single
-            layer_cache[slot, :, start : start + self._inputs] = block_RIgd[0].transpose(0, 1)
-        else:
-            layer_cache[self._slots_R[:, None], :, self._positions_RI] = block_RIgd
-
-    def read(self, layer_cache: Tensor) -> Tensor:
-        """Keys or values ``[R, g, end, d]`` of all rows."""
-        if self._range is not None:
-            return layer_cache[self._range, :, : self.end]
-        return layer_cache[:, :, : self.end].index_select(0, self._slots_R)
+        segments = [Segment(slot, self.lengths[slot], inputs) for slot in slots]
+        for segment in segments:
+            if segment.end > (capacity := self.tables.capacity(segment.slot)):
+                raise ValueError(
+                    f"slot {segment.slot} has room for {capacity} positions, its block of {inputs} needs "
+                    f"{segment.end}: give the slot more blocks"
+                )
+        return segments
 
 
 def position_range(start: int, end: int, device: torch.device) -> Tensor:
@@ -139,33 +84,26 @@ def position_range(start: int, end: int, device: torch.device) -> Tensor:
     return torch.arange(start, end, device=device)
 
 
-def flat_places(segments: Sequence[Segment], device: torch.device) -> tuple[Tensor, Tensor]:
-    """``(slots_N, positions_N)`` of the segments' tokens, in their order."""
-    lengths = torch.tensor([segment.length for segment in segments])
-    slots = torch.tensor([segment.slot for segment in segments])
-    positions_N = torch.cat([position_range(segment.start, segment.end, device) for segment in segments])
-    return slots.repeat_interleave(lengths).to(device), positions_N
-
-
-def check_extension(
+def reserve_extension(
     cache: DrafterCache, segments: Sequence[Segment], token_ids_N: Tensor, taps_NT: Tensor, width: int
-) -> int:
-    """Check the arguments of a drafter's `extend`, whose features are `width` wide; returns the number of tokens.
+) -> list[Segment]:
+    """Check the arguments of a drafter's `extend`, whose features are `width` wide, and count its tokens as written.
+
+    Returns:
+        The segments that hold tokens.
 
     Raises:
         ValueError: if a segment does not continue its slot or does not fit, or if there are too few or too many
-            features or tokens.
+            features or tokens. Nothing is changed then.
     """
     total = sum(segment.length for segment in segments)
     if taps_NT.shape != (total, width):
         raise ValueError(f"taps have shape {tuple(taps_NT.shape)}; the segments and tap_layers need ({total}, {width})")
     if token_ids_N.shape != (total,):
         raise ValueError(f"token_ids have shape {tuple(token_ids_N.shape)}; the segments hold {total} tokens")
-    if len({segment.slot for segment in segments}) != len(segments):
-        raise ValueError("a slot appears in two segments; pass each slot's tokens as one segment")
-    for segment in segments:
-        cache.check_segment(segment.slot, segment.start, segment.end)
-    return total
+    filled = [segment for segment in segments if segment.length != 0]
+    cache.reserve(filled)
+    return filled
 
 
 def check_proposal(slots: Sequence[int], anchors_R: Tensor, num_tokens: int | None, block_size: int) -> int:

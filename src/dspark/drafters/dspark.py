@@ -15,21 +15,16 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from dspark.drafters.backbone import DraftLayer, FusedWeights
-from dspark.drafters.cache import (
-    BlockPlan,
-    DrafterCache,
-    check_extension,
-    check_proposal,
-    flat_places,
-    position_range,
-)
+from dspark.drafters.cache import DrafterCache, check_proposal, position_range, reserve_extension
 from dspark.drafters.confidence import ConfidenceHead
 from dspark.drafters.draft_model import DraftModel
 from dspark.drafters.dspark_config import DSparkConfig
 from dspark.drafters.layers import RopeTables, project_taps, rms_norm
 from dspark.drafters.packing import BlockLayout, PackedBlocks
-from dspark.drafters.protocol import DraftBlock, DraftSampler
+from dspark.drafters.protocol import DraftBlock, DraftSampler, stack_distributions
 from dspark.drafters.sequential import HEADS, SequentialHead, corrected_logits, embed_previous
+from dspark.models.attention import AttentionPlan, attend
+from dspark.models.block_tables import BlockTables
 from dspark.models.rope import rotate
 from dspark.types import Segment
 
@@ -77,8 +72,8 @@ class DSparkDrafter(DraftModel):
 
     # ---- decoding ----------------------------------------------------------------------------------------------------
 
-    def new_cache(self, num_slots: int, max_length: int) -> DrafterCache:
-        """Allocate context keys and values for `num_slots` requests of up to `max_length` tokens."""
+    def new_cache(self, num_slots: int, max_length: int, tables: BlockTables | None = None) -> DrafterCache:
+        """Allocate context keys and values (see `dspark.drafters.protocol.Drafter.new_cache`)."""
         config = self.config
         return DrafterCache(
             num_layers=config.num_hidden_layers,
@@ -89,6 +84,7 @@ class DSparkDrafter(DraftModel):
             scratch=config.num_block_inputs,
             device=self.device,
             dtype=self.dtype,
+            tables=tables,
         )
 
     @torch.no_grad()
@@ -105,7 +101,8 @@ class DSparkDrafter(DraftModel):
             ValueError: if a segment does not continue its slot or does not fit, or if the number of features or
                 tokens is wrong.
         """
-        if check_extension(cache, segments, token_ids_N, taps_NT, self.fc.in_features) == 0:
+        segments = reserve_extension(cache, segments, token_ids_N, taps_NT, self.fc.in_features)
+        if not segments:
             return
         config, fused = self.config, self._fused_weights()
         context_NH = self._context(taps_NT)
@@ -115,19 +112,10 @@ class DSparkDrafter(DraftModel):
         norms_L11d = fused.head_norms_L2d[:, 1, None, None]
         keys = F.rms_norm(keys, (config.head_dim,), None, config.rms_norm_eps) * norms_L11d
 
-        table, last = self._rope.like(keys), max(segment.end for segment in segments)
-        if len(segments) == 1:
-            slot, start, end = segments[0].slot, segments[0].start, segments[0].end
-            keys = rotate(keys, *table.lookup(position_range(start, end, self.device), last))
-            cache.keys[:, slot, :, start:end] = keys.transpose(1, 2)
-            cache.values[:, slot, :, start:end] = values.transpose(1, 2)
-        else:
-            slots_N, positions_N = flat_places(segments, self.device)
-            keys = rotate(keys, *table.lookup(positions_N, last))
-            cache.keys[:, slots_N, :, positions_N] = keys.transpose(0, 1)
-            cache.values[:, slots_N, :, positions_N] = values.transpose(0, 1)
-        for segment in segments:
-            cache.lengths[segment.slot] = segment.end
+        places = cache.tables.places(segments)
+        keys = rotate(keys, *self._rope.like(keys).lookup(places.positions_N, places.last_position))
+        cache.keys[:, :, places.rows] = keys.transpose(1, 2).to(cache.keys.dtype)
+        cache.values[:, :, places.rows] = values.transpose(1, 2).to(cache.values.dtype)
 
     @torch.no_grad()
     def propose(
@@ -154,7 +142,8 @@ class DSparkDrafter(DraftModel):
             ValueError: for a wrong number of tokens, rows or slots.
         """
         count = check_proposal(slots, anchors_R, num_tokens, self.block_size)
-        hidden_RGH = self._draft_hidden(cache, slots, anchors_R)[:, :count]
+        # Contiguous: linear layers would else work row by row, and copy their weights for each.
+        hidden_RGH = self._draft_hidden(cache, slots, anchors_R)[:, :count].contiguous()
         base_RGD = F.linear(hidden_RGH, self.lm_head.weight).float()
         draft_ids_D = self.draft_token_ids_D
         head = self._head
@@ -173,7 +162,7 @@ class DSparkDrafter(DraftModel):
             distributions.append(probs_RD)
         return DraftBlock(
             tokens_RG=known[:, 1:],
-            probs_RGD=torch.stack(distributions, dim=1),
+            probs_RGD=stack_distributions(distributions),
             confidence_logits_RG=self._confidence(hidden_RGH, known[:, :count]),
         )
 
@@ -186,8 +175,8 @@ class DSparkDrafter(DraftModel):
         ids_RI = torch.full((rows, inputs), config.mask_token_id, dtype=torch.int64, device=self.device)
         ids_RI[:, 0] = anchors_R
         hidden = F.embedding(ids_RI.view(-1), self.embed_tokens.weight)
-        plan = BlockPlan(slots, [cache.lengths[slot] for slot in slots], inputs, self.device)
-        cos, sin = self._rope.like(hidden).lookup(plan.positions_N, plan.end)
+        plan = AttentionPlan(cache.blocks(slots, inputs), cache, causal=False)
+        cos, sin = self._rope.like(hidden).lookup(plan.places.positions_N, plan.places.last_position)
         # Query and key heads stand side by side, so that one norm and one rotation serve both.
         norms_Lhd = torch.cat(
             (
@@ -202,20 +191,16 @@ class DSparkDrafter(DraftModel):
             qkv_NO = F.linear(normed, fused.qkv_LOH[index])
             qk_Nhd = qkv_NO[:, :num_rotated].view(-1, heads + kv_heads, head_dim)
             qk_Nhd = rotate(F.rms_norm(qk_Nhd, (head_dim,), None, eps) * norms_Lhd[index], cos, sin)
-            values_RIgd = qkv_NO[:, num_rotated:].view(rows, inputs, kv_heads, head_dim)
-            keys_RIgd = qk_Nhd[:, heads:].view(rows, inputs, kv_heads, head_dim)
-            plan.write(cache.keys[index], keys_RIgd)
-            plan.write(cache.values[index], values_RIgd)
-            # Attention is not causal, so the query heads that share a key head are just more queries.
-            queries = qk_Nhd[:, :heads].view(rows, inputs, kv_heads, -1, head_dim).permute(0, 2, 3, 1, 4)
-            mixed = F.scaled_dot_product_attention(
-                queries.reshape(rows, kv_heads, -1, head_dim),
-                plan.read(cache.keys[index]),
-                plan.read(cache.values[index]),
-                attn_mask=plan.mask_R11K,
+            mixed_Nhd = attend(
+                qk_Nhd[:, :heads],
+                qk_Nhd[:, heads:],
+                qkv_NO[:, num_rotated:].view(-1, kv_heads, head_dim),
+                cache.keys[index],
+                cache.values[index],
+                plan,
+                scale=head_dim**-0.5,
             )
-            mixed = mixed.view(rows, kv_heads, -1, inputs, head_dim).permute(0, 3, 1, 2, 4).reshape(rows * inputs, -1)
-            hidden = hidden + F.linear(mixed, layer.self_attn.o_proj.weight)
+            hidden = hidden + F.linear(mixed_Nhd.flatten(1), layer.self_attn.o_proj.weight)
             normed = rms_norm(hidden, layer.post_attention_layernorm)
             gate, up = F.linear(normed, fused.gate_up_LOH[index]).chunk(2, dim=-1)
             hidden = hidden + F.linear(F.silu(gate) * up, layer.mlp.down_proj.weight)

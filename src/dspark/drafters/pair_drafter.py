@@ -16,6 +16,7 @@ from dspark.drafters.layers import RopeTables
 from dspark.drafters.packing import PackedBlocks
 from dspark.drafters.pairs import PairLayer, extend_pairs, new_pair_cache, propose_pairs, train_pairs
 from dspark.drafters.protocol import DraftBlock, DraftSampler
+from dspark.models.block_tables import BlockTables
 from dspark.types import Segment
 
 
@@ -60,9 +61,9 @@ class PairDrafter(DraftModel):
         """The one decoder layer."""
         return cast(PairLayer, self.layers[0])
 
-    def new_cache(self, num_slots: int, max_length: int) -> DrafterCache:
-        """Allocate the context memory of `num_slots` requests of up to `max_length` tokens."""
-        return new_pair_cache(self, num_slots, max_length)
+    def new_cache(self, num_slots: int, max_length: int, tables: BlockTables | None = None) -> DrafterCache:
+        """Allocate the context memory (see `dspark.drafters.protocol.Drafter.new_cache`)."""
+        return new_pair_cache(self, num_slots, max_length, tables)
 
     def extend(self, cache: DrafterCache, segments: Sequence[Segment], token_ids_N: Tensor, taps_NT: Tensor) -> None:
         """Take in newly committed tokens and the target's features of them; see `extend_pairs`."""

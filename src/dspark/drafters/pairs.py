@@ -6,6 +6,9 @@ is the pair t = a - 1, (f_{a-1}, embedding of the anchor), which predicts the to
 pairs the step's own output, before the final norm, with the token just drafted. There is one layer, so keys and values
 of context pairs depend on these pairs alone and are cached without any attention.
 
+In memory the pair t is at position t + 1, where the token is that completes it: so what is at a position depends on the
+tokens up to there only, as it must where blocks are shared between requests. Position 0 holds no pair.
+
 A drafter's own way of making a layer's input out of a pair is `PairModel.combine`; everything else is here.
 
 Letters: N flat tokens or pairs, T concatenated taps, H hidden, R rows (requests), M training blocks, G draft tokens of
@@ -22,18 +25,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from dspark.drafters.cache import (
-    BlockPlan,
-    DrafterCache,
-    check_extension,
-    check_proposal,
-    flat_places,
-    position_range,
-)
+from dspark.drafters.cache import DrafterCache, check_proposal, position_range, reserve_extension
 from dspark.drafters.config import DrafterConfig
 from dspark.drafters.layers import DraftAttention, DraftMLP, RopeTables, Rotation, rms_norm, swiglu
 from dspark.drafters.packing import BlockLayout, PackedBlocks, attend_blocks
-from dspark.drafters.protocol import DraftBlock, DraftSampler
+from dspark.drafters.protocol import DraftBlock, DraftSampler, stack_distributions
+from dspark.models.attention import AttentionPlan, attend
+from dspark.models.block_tables import BlockTables
 from dspark.models.rope import rotate
 from dspark.types import Segment
 
@@ -162,8 +160,10 @@ class PairModel(Protocol):
         ...
 
 
-def new_pair_cache(model: PairModel, num_slots: int, max_length: int) -> DrafterCache:
-    """Allocate keys, values and features for `num_slots` requests of up to `max_length` tokens."""
+def new_pair_cache(
+    model: PairModel, num_slots: int, max_length: int, tables: BlockTables | None = None
+) -> DrafterCache:
+    """Allocate keys, values and features (see `dspark.drafters.protocol.Drafter.new_cache`)."""
     config = model.config
     return DrafterCache(
         num_layers=1,
@@ -175,6 +175,7 @@ def new_pair_cache(model: PairModel, num_slots: int, max_length: int) -> Drafter
         device=model.device,
         dtype=model.dtype,
         feature_size=config.hidden_size,
+        tables=tables,
     )
 
 
@@ -198,22 +199,30 @@ def extend_pairs(
             wrong.
     """
     width = len(model.config.target_layer_ids) * model.config.hidden_size
-    if check_extension(cache, segments, token_ids_N, taps_NT, width) == 0:
+    segments = reserve_extension(cache, segments, token_ids_N, taps_NT, width)
+    if not segments:
         return
-    slots_N, positions_N = flat_places(segments, model.device)
-    cache.features[slots_N, positions_N] = model.features(taps_NT)
+    tables = cache.tables
+    places = tables.places(segments)
+    cache.features[places.rows] = model.features(taps_NT)
     if any(segment.start == 0 for segment in segments):  # the first token of all completes no pair
-        inner_N = positions_N > 0
-        slots_N, positions_N, token_ids_N = slots_N[inner_N], positions_N[inner_N], token_ids_N[inner_N]
-    pairs_N = positions_N - 1
+        token_ids_N = token_ids_N[places.positions_N > 0]
+        starts = [max(segment.start, 1) for segment in segments]
+        segments = [
+            Segment(segment.slot, start, segment.end - start)
+            for segment, start in zip(segments, starts, strict=True)
+            if segment.end > start
+        ]
+        if not segments:
+            return
+        places = tables.places(segments)
+    features = tables.places([Segment(segment.slot, segment.start - 1, segment.length) for segment in segments])
     embedding_NH = F.embedding(token_ids_N, model.embed_tokens.weight)
-    stream_NH = model.combine(cache.features[slots_N, pairs_N], embedding_NH)
-    rope = model.rope.like(stream_NH).lookup(pairs_N, max(segment.end for segment in segments))
+    stream_NH = model.combine(cache.features[features.rows], embedding_NH)
+    rope = model.rope.like(stream_NH).lookup(features.positions_N, features.last_position)
     keys_Ngd, values_Ngd = model.layer.keys_values(stream_NH, embedding_NH, rope)
-    cache.keys[0][slots_N, :, pairs_N] = keys_Ngd
-    cache.values[0][slots_N, :, pairs_N] = values_Ngd
-    for segment in segments:
-        cache.lengths[segment.slot] = segment.end
+    cache.keys[0][:, places.rows] = keys_Ngd.transpose(0, 1).to(cache.keys.dtype)
+    cache.values[0][:, places.rows] = values_Ngd.transpose(0, 1).to(cache.values.dtype)
 
 
 @torch.no_grad()
@@ -227,8 +236,8 @@ def propose_pairs(
 ) -> DraftBlock:
     """Draft the tokens after each row's anchor, which sits at the position that the slot's length names.
 
-    The steps' keys and values are written behind the context pairs, where the next `extend_pairs` overwrites them; no
-    row beyond a slot's length is ever read again.
+    The steps' keys and values are written behind the context, where the next `extend_pairs` overwrites them; nothing
+    beyond a slot's length is ever read again.
 
     Args:
         model: The drafter.
@@ -249,33 +258,27 @@ def propose_pairs(
                 "extend the slot first"
             )
     layer, draft_ids_D = model.layer, model.draft_token_ids_D
-    rows, kv_heads, head_dim = len(slots), model.config.num_key_value_heads, model.config.head_dim
-    first_pairs = [cache.lengths[slot] - 1 for slot in slots]
-    features_RH = cache.features[list(slots), first_pairs]
+    rows, head_dim = len(slots), model.config.head_dim
+    steps = cache.blocks(slots, count)
+    features_RH = cache.features[cache.tables.places([Segment(step.slot, step.start - 1, 1) for step in steps]).rows]
     known = torch.empty(rows, count + 1, dtype=torch.int64, device=model.device)  # x_0 .. x_G
     known[:, 0] = anchors_R
     distributions = []
     for k in range(count):
         embedding_RH = F.embedding(known[:, k], model.embed_tokens.weight)
         stream_RH = model.combine(features_RH, embedding_RH)
-        plan = BlockPlan(slots, [pair + k for pair in first_pairs], 1, model.device)
-        rope = model.rope.like(stream_RH).lookup(plan.positions_N, plan.end)
-        queries_Rhd, keys_Rgd, values_Rgd = layer.project(stream_RH, embedding_RH, rope)
-        plan.write(cache.keys[0], keys_Rgd[:, None])
-        plan.write(cache.values[0], values_Rgd[:, None])
-        # One query a row, so the query heads that share a key head are just more queries.
-        mixed = F.scaled_dot_product_attention(
-            queries_Rhd.view(rows, kv_heads, -1, head_dim),
-            plan.read(cache.keys[0]),
-            plan.read(cache.values[0]),
-            attn_mask=plan.mask_R11K,
+        plan = AttentionPlan([Segment(step.slot, step.start + k, 1) for step in steps], cache, first=1)
+        places = plan.places
+        rope = model.rope.like(stream_RH).lookup(places.positions_N - 1, places.last_position)
+        mixed_Rhd = attend(
+            *layer.project(stream_RH, embedding_RH, rope), cache.keys[0], cache.values[0], plan, scale=head_dim**-0.5
         )
-        features_RH = layer.finish(stream_RH, mixed.reshape(rows, -1))
+        features_RH = layer.finish(stream_RH, mixed_Rhd.flatten(1))
         logits_RD = F.linear(rms_norm(features_RH, model.norm), model.lm_head.weight).float()
         columns_R, probs_RD = sample(k, logits_RD, known[:, 1 : k + 1])
         known[:, k + 1] = columns_R if draft_ids_D is None else draft_ids_D[columns_R]
         distributions.append(probs_RD)
-    return DraftBlock(tokens_RG=known[:, 1:], probs_RGD=torch.stack(distributions, dim=1), confidence_logits_RG=None)
+    return DraftBlock(tokens_RG=known[:, 1:], probs_RGD=stack_distributions(distributions), confidence_logits_RG=None)
 
 
 def train_pairs(model: PairModel, blocks: PackedBlocks) -> Tensor:

@@ -1,202 +1,181 @@
-"""Attention over slots: padding exists only here, laid out once per pass and shared by all layers.
+"""Attention over slots, the same for the target and all drafters: each query sees a run of its slot's positions.
 
-Two ways to compute it. The general one pads the batch and calls PyTorch's fused kernel. The *invariant* one is for a
-single request's few new tokens in the int8 path: the shapes of its products depend on a token's own position alone,
-never on how many tokens are computed with it, so that a token gets the same bits alone (plain decoding) and in a block
-(verification).
+On a CPU in float32 a compiled kernel computes it, in which a query's bits depend on nothing but what it sees: not on
+the queries beside it, nor on which blocks its slot has. Elsewhere, and for heads of odd sizes, the batch is padded for
+PyTorch's fused attention.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import torch
 from torch.nn import functional
 
+from dspark.models.attention_kernel import attend_rows, is_available
+from dspark.models.block_tables import BlockTables
+from dspark.models.kv_cache import KVCache
 from dspark.types import Segment
-
-# The invariant way: queries in blocks of this many, keys up to a multiple of that many. Any fixed numbers would do,
-# as long as the cache holds whole blocks of keys.
-_QUERY_BLOCK = 8
-KEY_BLOCK = 256
-_MAX_INVARIANT_QUERIES = 4 * _QUERY_BLOCK
-
-
-@dataclass(frozen=True, slots=True)
-class _QueryBlock:
-    """Queries ``begin .. end - 1`` of the pass, all of which look at the first ``num_keys`` positions of the slot."""
-
-    begin: int
-    end: int
-    num_keys: int
-    mask_QK: torch.Tensor
-    sliding_mask_QK: torch.Tensor
 
 
 class AttentionPlan:
-    """Where each flattened token sits: its position, its slot, its row in the padded query block, what it may see.
+    """Where the tokens of a pass sit and what they see; one plan serves all layers.
 
-    Query heads that share a key head are folded into the query rows (``group`` of them), so keys are never repeated.
+    Args:
+        segments: the tokens of the pass.
+        cache: the memory of their slots.
+        window: a query of a sliding layer sees at most this many positions.
+        causal: True: a token sees what is before it in its slot, and itself. False: it sees all of its segment.
+        first: the first position of a slot that is ever seen.
+
+    Attributes:
+        places: where the new keys and values go.
     """
 
     def __init__(
         self,
         segments: Sequence[Segment],
-        device: torch.device,
-        dtype: torch.dtype,
-        sliding_window: int | None,
-        group: int,
+        cache: KVCache,
         *,
-        invariant: bool = False,
+        window: int | None = None,
+        causal: bool = True,
+        first: int = 0,
     ) -> None:
-        self.segments = segments
-        self.group = group
-        self.num_rows = len(segments)
-        self.max_query = max(segment.length for segment in segments)
-        self.num_keys = max(segment.end for segment in segments)
-        self.max_position = self.num_keys - 1
-        lengths = torch.tensor([segment.length for segment in segments])
-        starts = torch.tensor([segment.start for segment in segments])
-        slots = torch.tensor([segment.slot for segment in segments])
-        rows_N = torch.repeat_interleave(torch.arange(self.num_rows), lengths)
-        offsets_N = torch.arange(len(rows_N)) - torch.repeat_interleave(lengths.cumsum(0) - lengths, lengths)
-        self.positions_N = (starts[rows_N] + offsets_N).to(device)
-        self.slots_N = slots[rows_N].to(device)
-        first = segments[0].slot
-        contiguous = all(segment.slot == first + row for row, segment in enumerate(segments))
-        self.slot_range = slice(first, first + self.num_rows) if contiguous else None
-        self.slots_R = slots.to(device)
-        # Rows of the padded [R, max_query] block that hold a real token; None when no padding is needed.
-        self.padded_N: torch.Tensor | None = None
-        if int(lengths.min()) != self.max_query:
-            self.padded_N = (rows_N * self.max_query + offsets_N).to(device)
-
-        self.query_blocks: list[_QueryBlock] = []
-        if invariant and self.num_rows == 1 and self.max_query <= _MAX_INVARIANT_QUERIES:
-            self.query_blocks = _query_blocks(segments[0], sliding_window, device, dtype)
-            return
-
-        positions_RQ = starts.unsqueeze(1) + torch.arange(self.max_query)
-        keys_K = torch.arange(self.num_keys)
-        visible_RQK = keys_K <= positions_RQ.unsqueeze(-1)
-        self._mask = self._additive(visible_RQK, device, dtype)
-        self._sliding_mask = self._mask
-        if sliding_window is not None:
-            near_RQK = keys_K > positions_RQ.unsqueeze(-1) - sliding_window
-            self._sliding_mask = self._additive(visible_RQK & near_RQK, device, dtype)
-
-    def mask(self, sliding: bool) -> torch.Tensor | None:
-        """Additive mask ``[R, 1, group * Q, K]``, or None when every query sees every key."""
-        return self._sliding_mask if sliding else self._mask
-
-    def _additive(self, visible_RQK: torch.Tensor, device: torch.device, dtype: torch.dtype) -> torch.Tensor | None:
-        if bool(visible_RQK.all()):
-            return None
-        mask_RQK = torch.zeros(visible_RQK.shape, dtype=dtype).masked_fill_(~visible_RQK, float("-inf"))
-        return mask_RQK.to(device).unsqueeze(1).repeat(1, 1, self.group, 1)
+        tables, memory = cache.tables, cache.keys
+        self.tables = tables
+        self.places = tables.places(segments)
+        self.window = window
+        self.first = first
+        self.padded: _PaddedBatch | None = None
+        if memory.shape[-1] % 8 != 0 or not is_available(memory.device, memory.dtype):
+            self.padded = _PaddedBatch(segments, tables, memory.dtype, window=window, causal=causal, first=first)
+        elif causal:
+            self.visible_N = self.places.positions_N + 1
+        else:
+            ends = torch.tensor([segment.end for segment in segments])
+            self.visible_N = ends.repeat_interleave(torch.tensor([segment.length for segment in segments]))
 
 
 def attend(
     q_NhD: torch.Tensor,
-    k_NhD: torch.Tensor,
-    v_NhD: torch.Tensor,
-    keys: torch.Tensor,
-    values: torch.Tensor,
+    k_NgD: torch.Tensor,
+    v_NgD: torch.Tensor,
+    keys_gPD: torch.Tensor,
+    values_gPD: torch.Tensor,
     plan: AttentionPlan,
     *,
     scale: float,
-    sliding: bool,
+    sliding: bool = False,
 ) -> torch.Tensor:
-    """Write the new keys and values into their slots, then attend: ``[N, heads, D]``.
+    """Write the new keys and values into their rows, then attend: ``[N, heads, D]``.
+
+    Query head ``i`` reads key head ``i // (heads / kv_heads)``. Computed in the memory's type; the result has the
+    queries'.
 
     Args:
-        keys, values: this layer's cache ``[slots, kv_heads, positions, D]``.
+        keys_gPD, values_gPD: one layer's memory, ``P`` rows.
+        sliding: whether this layer goes by the plan's window.
     """
-    num_kv_heads, head_dim = k_NhD.shape[1:]
-    rows, queries, group = plan.num_rows, plan.max_query, plan.group
-    if rows == 1:
-        segment = plan.segments[0]
-        keys[segment.slot, :, segment.start : segment.end] = k_NhD.transpose(0, 1)
-        values[segment.slot, :, segment.start : segment.end] = v_NhD.transpose(0, 1)
-    else:
-        keys[plan.slots_N, :, plan.positions_N] = k_NhD
-        values[plan.slots_N, :, plan.positions_N] = v_NhD
-    if plan.query_blocks:
-        slot = plan.segments[0].slot
-        return _attend_invariant(q_NhD, keys[slot], values[slot], plan, scale=scale, sliding=sliding)
-    if plan.slot_range is not None:
-        k_RhKD = keys[plan.slot_range, :, : plan.num_keys]
-        v_RhKD = values[plan.slot_range, :, : plan.num_keys]
-    else:
-        k_RhKD = keys[plan.slots_R, :, : plan.num_keys]
-        v_RhKD = values[plan.slots_R, :, : plan.num_keys]
-
-    if plan.padded_N is not None:
-        padded = q_NhD.new_zeros(rows * queries, *q_NhD.shape[1:])
-        padded[plan.padded_N] = q_NhD
-        q_NhD = padded
-    # [R, Q, kv_heads, group, D] -> [R, kv_heads, group * Q, D]
-    q_RhGD = q_NhD.view(rows, queries, num_kv_heads, group, head_dim).permute(0, 2, 3, 1, 4)
-    q_RhGD = q_RhGD.reshape(rows, num_kv_heads, group * queries, head_dim)
-    out_RhGD = functional.scaled_dot_product_attention(q_RhGD, k_RhKD, v_RhKD, plan.mask(sliding), scale=scale)
-    out = out_RhGD.view(rows, num_kv_heads, group, queries, head_dim).permute(0, 3, 1, 2, 4)
-    out_NhD = out.reshape(rows * queries, num_kv_heads * group, head_dim)
-    return out_NhD if plan.padded_N is None else out_NhD[plan.padded_N]
+    dtype = keys_gPD.dtype
+    keys_gPD[:, plan.places.rows] = k_NgD.transpose(0, 1).to(dtype)
+    values_gPD[:, plan.places.rows] = v_NgD.transpose(0, 1).to(dtype)
+    if plan.padded is not None:
+        mixed_NhD = plan.padded.attend(q_NhD.to(dtype), keys_gPD, values_gPD, scale=scale, sliding=sliding)
+        return mixed_NhD.to(q_NhD.dtype)
+    mixed_NhD = attend_rows(
+        q_NhD.to(dtype),
+        keys_gPD,
+        values_gPD,
+        plan.tables.tables_SB,
+        plan.places.slots_N,
+        plan.visible_N,
+        scale=scale,
+        window=plan.window if sliding else None,
+        first=plan.first,
+    )
+    return mixed_NhD.to(q_NhD.dtype)
 
 
-def _query_blocks(
-    segment: Segment, sliding_window: int | None, device: torch.device, dtype: torch.dtype
-) -> list[_QueryBlock]:
-    blocks = []
-    begin = segment.start
-    while begin < segment.end:
-        num_keys = (begin // KEY_BLOCK + 1) * KEY_BLOCK
-        end = min(segment.end, begin + _QUERY_BLOCK, num_keys)
-        # Padding queries repeat the last position: they must see something, or softmax would divide zero by zero.
-        positions_Q1 = (begin + torch.arange(_QUERY_BLOCK)).clamp(max=end - 1).unsqueeze(1)
-        keys_K = torch.arange(num_keys)
-        hidden_QK = keys_K > positions_Q1
-        mask_QK = torch.zeros(hidden_QK.shape, dtype=dtype).masked_fill_(hidden_QK, float("-inf"))
-        sliding_mask_QK = mask_QK
-        if sliding_window is not None:
-            sliding_mask_QK = mask_QK.masked_fill(keys_K <= positions_Q1 - sliding_window, float("-inf"))
-        blocks.append(
-            _QueryBlock(
-                begin=begin - segment.start,
-                end=end - segment.start,
-                num_keys=num_keys,
-                mask_QK=mask_QK.to(device),
-                sliding_mask_QK=sliding_mask_QK.to(device),
-            )
+class _PaddedBatch:
+    """The queries of a pass in rows of equal length, one row a segment, and the keys of each row's slot."""
+
+    def __init__(
+        self,
+        segments: Sequence[Segment],
+        tables: BlockTables,
+        dtype: torch.dtype,
+        *,
+        window: int | None,
+        causal: bool,
+        first: int,
+    ) -> None:
+        lengths = torch.tensor([segment.length for segment in segments])
+        starts = torch.tensor([segment.start for segment in segments])
+        ends = starts + lengths
+        self._num_rows, self._num_queries, self._num_keys = len(segments), int(lengths.max()), int(ends.max())
+        queries_Q = torch.arange(self._num_queries)
+        # Places of the tokens among the padded queries; None when no padding is needed.
+        self._queries_N: torch.Tensor | None = None
+        if int(lengths.min()) != self._num_queries:
+            is_token_RQ = queries_Q < lengths.unsqueeze(1)
+            self._queries_N = is_token_RQ.flatten().nonzero().squeeze(1).to(tables.device)
+
+        # Keys are read in place where every slot's rows lie side by side, and the slots at equal distances.
+        slots = [segment.slot for segment in segments]
+        self._steps = _equal_steps([tables.first_row(slot) for slot in slots], self._num_keys, tables.num_rows)
+        self._keys_RK = None if self._steps is not None else tables.slot_rows(slots, self._num_keys)
+
+        visible_RQ1 = (starts.unsqueeze(1) + queries_Q + 1 if causal else ends.unsqueeze(1)).unsqueeze(-1)
+        keys_K = torch.arange(self._num_keys)
+        seen_RQK = (keys_K >= first) & (keys_K < visible_RQ1)
+        self._mask = self._sliding_mask = _additive(seen_RQK, dtype, tables.device)
+        if window is not None:
+            self._sliding_mask = _additive(seen_RQK & (keys_K >= visible_RQ1 - window), dtype, tables.device)
+
+    def attend(
+        self, q_NhD: torch.Tensor, keys_gPD: torch.Tensor, values_gPD: torch.Tensor, *, scale: float, sliding: bool
+    ) -> torch.Tensor:
+        rows, queries, kv_heads = self._num_rows, self._num_queries, len(keys_gPD)
+        heads, head_dim = q_NhD.shape[1:]
+        if self._queries_N is not None:
+            padded = q_NhD.new_zeros(rows * queries, heads, head_dim)
+            padded[self._queries_N] = q_NhD
+            q_NhD = padded
+        # Query heads that share a key head are just more queries, so keys are never repeated.
+        q_RgGQD = q_NhD.view(rows, queries, kv_heads, -1, head_dim).permute(0, 2, 3, 1, 4)
+        mask = self._sliding_mask if sliding else self._mask
+        if mask is not None:
+            mask = mask.expand(rows, heads // kv_heads, queries, -1).reshape(rows, 1, -1, self._num_keys)
+        out_RgSD = functional.scaled_dot_product_attention(
+            q_RgGQD.flatten(2, 3), self._read(keys_gPD), self._read(values_gPD), mask, scale=scale
         )
-        begin = end
-    return blocks
+        out_NhD = out_RgSD.view(rows, kv_heads, -1, queries, head_dim).permute(0, 3, 1, 2, 4)
+        out_NhD = out_NhD.reshape(rows * queries, heads, head_dim)
+        return out_NhD if self._queries_N is None else out_NhD[self._queries_N]
+
+    def _read(self, memory_gPD: torch.Tensor) -> torch.Tensor:
+        """Keys or values ``[R, kv_heads, K, D]`` of all rows."""
+        if self._steps is None:
+            return memory_gPD[:, self._keys_RK].transpose(0, 1)
+        start, step = self._steps
+        head_stride, row_stride, _ = memory_gPD.stride()
+        shape = (self._num_rows, len(memory_gPD), self._num_keys, memory_gPD.shape[-1])
+        offset = memory_gPD.storage_offset() + start * row_stride
+        return memory_gPD.as_strided(shape, (step * row_stride, head_stride, row_stride, 1), offset)
 
 
-def _attend_invariant(
-    q_NhD: torch.Tensor,
-    keys_hLD: torch.Tensor,
-    values_hLD: torch.Tensor,
-    plan: AttentionPlan,
-    *,
-    scale: float,
-    sliding: bool,
-) -> torch.Tensor:
-    num_kv_heads, _, head_dim = keys_hLD.shape
-    group = plan.group
-    q_NhgD = q_NhD.view(-1, num_kv_heads, group, head_dim)
-    out_NhgD = torch.empty_like(q_NhgD)
-    for block in plan.query_blocks:
-        count, num_keys = block.end - block.begin, block.num_keys
-        q_QhgD = q_NhgD[block.begin : block.end]
-        if count < _QUERY_BLOCK:
-            q_QhgD = functional.pad(q_QhgD, (0, 0, 0, 0, 0, 0, 0, _QUERY_BLOCK - count))
-        q_hGD = q_QhgD.permute(1, 2, 0, 3).reshape(num_kv_heads, group * _QUERY_BLOCK, head_dim)
-        scores_hGK = torch.bmm(q_hGD, keys_hLD[:, :num_keys].transpose(1, 2)).mul_(scale)
-        mask_QK = block.sliding_mask_QK if sliding else block.mask_QK
-        scores_hGK.view(num_kv_heads, group, _QUERY_BLOCK, num_keys).add_(mask_QK)
-        mixed_hGD = torch.bmm(scores_hGK.softmax(-1), values_hLD[:, :num_keys])
-        mixed_QhgD = mixed_hGD.view(num_kv_heads, group, _QUERY_BLOCK, head_dim).permute(2, 0, 1, 3)
-        out_NhgD[block.begin : block.end] = mixed_QhgD[:count]
-    return out_NhgD.view(-1, num_kv_heads * group, head_dim)
+def _equal_steps(first_rows: Sequence[int | None], length: int, num_rows: int) -> tuple[int, int] | None:
+    """``(start, step)`` if runs of ``length`` rows start at ``start + i * step`` and fit in the memory."""
+    known = [row for row in first_rows if row is not None]
+    if len(known) < len(first_rows):
+        return None
+    step = known[1] - known[0] if len(known) > 1 else 0
+    equal = all(row == known[0] + index * step for index, row in enumerate(known))
+    return (known[0], step) if equal and step >= 0 and known[-1] + length <= num_rows else None
+
+
+def _additive(seen_RQK: torch.Tensor, dtype: torch.dtype, device: torch.device) -> torch.Tensor | None:
+    """Mask ``[R, 1, Q, K]`` to be added to the scores, or None when every query sees every key."""
+    if bool(seen_RQK.all()):
+        return None
+    return torch.zeros(seen_RQK.shape, dtype=dtype).masked_fill_(~seen_RQK, float("-inf")).to(device).unsqueeze(1)

@@ -8,7 +8,8 @@ from dataclasses import dataclass
 import torch
 from torch.nn import functional
 
-from dspark.models.attention import KEY_BLOCK, AttentionPlan, attend
+from dspark.models.attention import AttentionPlan, attend
+from dspark.models.block_tables import BlockTables
 from dspark.models.config import DecoderConfig
 from dspark.models.fingerprint import Fingerprint
 from dspark.models.kv_cache import KVCache
@@ -115,8 +116,12 @@ class Decoder:
     def lm_head_bias_V(self) -> torch.Tensor | None:
         return None
 
-    def new_cache(self, num_slots: int, max_length: int) -> KVCache:
-        """Allocate key/value memory for ``num_slots`` requests of up to ``max_length`` tokens each."""
+    @property
+    def shares_blocks(self) -> bool:
+        return True
+
+    def new_cache(self, num_slots: int, max_length: int, tables: BlockTables | None = None) -> KVCache:
+        """Allocate key/value memory (see :meth:`dspark.models.target.Target.new_cache`)."""
         return KVCache(
             num_layers=self._config.num_layers,
             num_slots=num_slots,
@@ -125,7 +130,7 @@ class Decoder:
             head_dim=self._config.head_dim,
             dtype=self._dtype,
             device=self._device,
-            block=KEY_BLOCK if self._quantised else 1,
+            tables=tables,
         )
 
     def embed(self, token_ids: torch.Tensor) -> torch.Tensor:
@@ -154,13 +159,12 @@ class Decoder:
         if not isinstance(cache, KVCache):
             raise TypeError(f"the cache is a {type(cache).__name__} of another target; take one from new_cache")
         cache.reserve(segments)
-        group = c.num_heads // c.num_kv_heads
-        # int8 products are exact sums: with invariant attention the whole pass is.
-        plan = AttentionPlan(segments, self._device, self._dtype, c.sliding_window, group, invariant=self._quantised)
-        rope = self._rope.lookup(plan.positions_N, plan.max_position)
+        plan = AttentionPlan(segments, cache, window=c.sliding_window)
+        places = plan.places
+        rope = self._rope.lookup(places.positions_N, places.last_position)
         sliding_rope = rope
         if self._sliding_rope is not self._rope:
-            sliding_rope = self._sliding_rope.lookup(plan.positions_N, plan.max_position)
+            sliding_rope = self._sliding_rope.lookup(places.positions_N, places.last_position)
 
         x_NH = self.embed(token_ids_N)
         taps: dict[int, torch.Tensor] = {}

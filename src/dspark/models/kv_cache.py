@@ -1,20 +1,26 @@
-"""Key/value memory of a target: a fixed number of slots, one request each."""
+"""Key/value memory of a target or a drafter: blocks of positions, for a fixed number of slots, one request each."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 
+from dspark.models.block_tables import BlockTables
 from dspark.types import Segment
 
 
 class KVCache:
     """Keys and values of ``num_slots`` requests, allocated once.
 
-    ``keys[layer]`` and ``values[layer]`` have shape ``[slots, kv_heads, positions, head_dim]``, where ``positions`` is
-    ``max_length`` rounded up to a multiple of ``block``. ``lengths[slot]`` counts the valid positions; what lies beyond
+    ``keys`` and ``values`` are ``[layers, kv_heads, rows, head_dim]``; ``tables`` says which row holds which position
+    of which slot, and may be shared with other caches. ``lengths[slot]`` counts the valid positions; what lies beyond
     is stale, masked in attention and overwritten before it counts, so rolling back (:meth:`truncate`) costs nothing.
+
+    Args:
+        max_length: most valid positions of a slot.
+        tables: where the positions are.
+        scratch: positions behind the valid ones that are written too, but never count.
     """
 
     def __init__(
@@ -27,25 +33,52 @@ class KVCache:
         head_dim: int,
         dtype: torch.dtype,
         device: torch.device,
-        block: int = 1,
+        tables: BlockTables | None = None,
+        scratch: int = 0,
     ) -> None:
         check_size(num_slots, max_length)
+        if tables is None:
+            tables = BlockTables.contiguous(num_slots, max_length + scratch, device)
+        if tables.num_slots != num_slots or tables.max_length < max_length + scratch:
+            raise ValueError(
+                f"tables have {tables.num_slots} slots of {tables.max_length} positions; the cache needs {num_slots} "
+                f"of at least {max_length + scratch}"
+            )
+        self.tables = tables
         self.num_slots = num_slots
         self.max_length = max_length
-        positions = -(-max_length // block) * block
-        shape = (num_layers, num_slots, num_kv_heads, positions, head_dim)
+        shape = (num_layers, num_kv_heads, tables.num_rows, head_dim)
         # Zeros, not empty: attention multiplies masked positions by zero, and 0 * NaN would be NaN.
         self.keys = torch.zeros(shape, dtype=dtype, device=device)
         self.values = torch.zeros(shape, dtype=dtype, device=device)
         self.lengths = [0] * num_slots
 
+    @property
+    def nbytes_per_block(self) -> int:
+        """Bytes that one block takes here."""
+        return (self.keys.nbytes + self.values.nbytes) // self.tables.num_blocks
+
     def truncate(self, slot: int, length: int) -> None:
         """Forget every position of ``slot`` from ``length`` on (see :func:`truncate_slot`)."""
         truncate_slot(self.lengths, slot, length)
 
+    def adopt(self, slot: int, length: int) -> None:
+        """Count positions ``0 .. length - 1`` of ``slot`` as valid: its blocks hold them from another request.
+
+        Raises:
+            ValueError: if the slot has no room for them.
+        """
+        if not 0 <= length <= self.room(slot):
+            raise ValueError(f"cannot adopt {length} positions in slot {slot}: it has room for {self.room(slot)}")
+        self.lengths[slot] = length
+
     def reserve(self, segments: Sequence[Segment]) -> None:
         """Check that ``segments`` continue their slots and fit, then count them as written (:func:`reserve_slots`)."""
-        reserve_slots(self.lengths, self.max_length, segments)
+        reserve_slots(self.lengths, self.room, segments)
+
+    def room(self, slot: int) -> int:
+        """Valid positions that the slot can have with the blocks that it has now."""
+        return min(self.max_length, self.tables.capacity(slot))
 
 
 def check_size(num_slots: int, max_length: int) -> None:
@@ -65,12 +98,15 @@ def truncate_slot(lengths: list[int], slot: int, length: int) -> None:
     lengths[slot] = length
 
 
-def reserve_slots(lengths: list[int], max_length: int, segments: Sequence[Segment]) -> None:
+def reserve_slots(lengths: list[int], room: Callable[[int], int], segments: Sequence[Segment]) -> None:
     """Check that ``segments`` continue their slots and fit, then set ``lengths`` to their ends.
+
+    Args:
+        room: positions that a slot can hold.
 
     Raises:
         ValueError: if a slot does not exist or is named twice, a segment is empty, leaves a gap after the slot's valid
-            positions, or ends beyond ``max_length``. Nothing is changed then.
+            positions, or ends beyond the slot's room. Nothing is changed then.
     """
     seen: set[int] = set()
     for segment in segments:
@@ -84,9 +120,10 @@ def reserve_slots(lengths: list[int], max_length: int, segments: Sequence[Segmen
                 f"slot {segment.slot}: a segment starts at {segment.start}, the slot holds "
                 f"{lengths[segment.slot]} positions"
             )
-        if segment.end > max_length:
+        if segment.end > (positions := room(segment.slot)):
             raise ValueError(
-                f"slot {segment.slot}: position {segment.end - 1} is beyond the cache's {max_length} positions"
+                f"slot {segment.slot}: position {segment.end - 1} is beyond the cache's {positions} positions for it; "
+                "take a longer cache, or give the slot more blocks"
             )
     for segment in segments:
         lengths[segment.slot] = segment.end

@@ -8,6 +8,7 @@ from typing import Protocol
 
 import torch
 
+from dspark.models.block_tables import BlockTables
 from dspark.types import Segment
 
 
@@ -81,6 +82,14 @@ class TargetCache(Protocol):
         """Forget every position of ``slot`` from ``length`` on; ValueError if it holds fewer."""
         ...
 
+    def adopt(self, slot: int, length: int) -> None:
+        """Count positions ``0 .. length - 1`` as valid: blocks with them were assigned to ``slot``.
+
+        Raises:
+            ValueError: if there are not so many in the slot's blocks, or the target shares no blocks.
+        """
+        ...
+
 
 class Target(Protocol):
     """A frozen causal language model with a key/value cache in slots.
@@ -125,8 +134,21 @@ class Target(Protocol):
         """Bias of the output head; None for none."""
         ...
 
-    def new_cache(self, num_slots: int, max_length: int) -> TargetCache:
-        """Allocate key/value memory for ``num_slots`` requests of up to ``max_length`` tokens each."""
+    @property
+    def shares_blocks(self) -> bool:
+        """Whether `new_cache` takes tables."""
+        ...
+
+    def new_cache(self, num_slots: int, max_length: int, tables: BlockTables | None = None) -> TargetCache:
+        """Allocate key/value memory for ``num_slots`` requests of up to ``max_length`` tokens each.
+
+        Args:
+            tables: which blocks hold the positions of each slot, where the caller decides it; by default every slot
+                has room for ``max_length``.
+
+        Raises:
+            ValueError: if the tables do not fit these sizes, or the target cannot go by them (`shares_blocks`).
+        """
         ...
 
     def forward(

@@ -47,7 +47,13 @@ class SlotCache:
 
     def reserve(self, segments: Sequence[Segment]) -> None:
         """Check that ``segments`` continue their slots and fit, then count them as written."""
-        reserve_slots(self.lengths, self.max_length, segments)
+        reserve_slots(self.lengths, lambda slot: self.max_length, segments)
+
+    def adopt(self, slot: int, length: int) -> None:
+        """Refused for more than nothing: slots share no blocks."""
+        if length != 0:
+            raise ValueError(f"slot {slot} cannot adopt {length} positions: a transformers target shares no blocks")
+        self.lengths[slot] = 0
 
     def rows(self, slots: Sequence[int], start: int) -> Cache:
         """The cache as transformers sees it in one pass: a batch of ``slots``, ``start`` positions known in each."""

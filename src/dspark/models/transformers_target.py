@@ -13,6 +13,7 @@ import torch
 from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedModel
 
+from dspark.models.block_tables import BlockTables
 from dspark.models.fingerprint import Fingerprint
 from dspark.models.target import TargetCache, TargetOutput, check_pass
 from dspark.models.transformers_anatomy import (
@@ -122,12 +123,18 @@ class TransformersTarget:
         bias: torch.Tensor | None = self._lm_head.bias
         return bias
 
-    def new_cache(self, num_slots: int, max_length: int) -> SlotCache:
+    @property
+    def shares_blocks(self) -> bool:
+        return False
+
+    def new_cache(self, num_slots: int, max_length: int, tables: BlockTables | None = None) -> SlotCache:
         """Key/value memory for ``num_slots`` requests of up to ``max_length`` tokens each, taken as layers use it.
 
         Raises:
-            ValueError: if ``max_length`` is more than the model's context.
+            ValueError: if ``max_length`` is more than the model's context, or there are ``tables``.
         """
+        if tables is not None:
+            raise ValueError("a transformers target keeps its own memory and cannot share blocks: leave tables out")
         if max_length > self._config.max_position_embeddings:
             raise ValueError(
                 f"max_length is {max_length}, the target's context holds {self._config.max_position_embeddings} tokens"

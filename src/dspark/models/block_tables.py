@@ -1,0 +1,149 @@
+"""Which blocks of key/value memory hold the positions of each slot; a target's cache and a drafter's may share it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from dspark.types import Segment
+
+BLOCK_SIZE = 16
+"""Positions of a block."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Places:
+    """Where the ``N`` tokens of some segments sit, in the order of the segments.
+
+    Attributes:
+        slots_N: slot of each token, int64.
+        positions_N: position of each token in its slot, int64.
+        rows: row of each token in the flat memory: a slice where they lie side by side, else int64 ``[N]``.
+        last_position: the largest position.
+    """
+
+    slots_N: torch.Tensor
+    positions_N: torch.Tensor
+    rows: slice | torch.Tensor
+    last_position: int
+
+
+class BlockTables:
+    """For each slot the blocks that hold its positions, in order; who gets which block is decided elsewhere.
+
+    Block ``b`` is rows ``16 b .. 16 b + 15`` of every memory that goes by these tables, so position ``p`` of slot ``s``
+    is row ``tables_SB[s, p // 16] * 16 + p % 16``. A block may be in the tables of several slots: whoever assigns it
+    sees to it that none of them writes there. All slots start without blocks.
+
+    Args:
+        num_slots: slots ``S``.
+        max_length: most positions of a slot, scratch included.
+        num_blocks: blocks of the memory, for all slots together.
+        device: where the memory is.
+
+    Attributes:
+        tables_SB: int32 ``[S, ceil(max_length / 16)]`` on ``device``; entries behind a slot's blocks mean nothing, but
+            are blocks.
+    """
+
+    def __init__(self, *, num_slots: int, max_length: int, num_blocks: int, device: torch.device) -> None:
+        if num_slots < 1 or max_length < 1 or num_blocks < 1:
+            raise ValueError(
+                f"block tables need at least one slot, position and block; got {num_slots=}, {max_length=} and "
+                f"{num_blocks=}"
+            )
+        self.num_slots = num_slots
+        self.max_length = max_length
+        self.num_blocks = num_blocks
+        self.device = device
+        # Rows of new tokens are looked up on the host, those of all keys on the device.
+        self._host_SB = torch.zeros(num_slots, -(-max_length // BLOCK_SIZE), dtype=torch.int32)
+        self.tables_SB = self._host_SB.to(device)
+        self._blocks: list[list[int]] = [[] for _ in range(num_slots)]
+        self._first_rows: list[int | None] = [None] * num_slots
+
+    @property
+    def num_rows(self) -> int:
+        """Rows of the memory."""
+        return self.num_blocks * BLOCK_SIZE
+
+    @classmethod
+    def contiguous(cls, num_slots: int, max_length: int, device: torch.device) -> BlockTables:
+        """Tables of fixed slots: each owns a run of blocks for ``max_length`` positions from the start."""
+        blocks = -(-max_length // BLOCK_SIZE)
+        tables = cls(num_slots=num_slots, max_length=max_length, num_blocks=num_slots * blocks, device=device)
+        for slot in range(num_slots):
+            tables.assign(slot, range(slot * blocks, (slot + 1) * blocks))
+        return tables
+
+    def assign(self, slot: int, blocks: Sequence[int]) -> None:
+        """Say which blocks a slot has, all of them: the i-th holds positions ``16 i .. 16 i + 15``.
+
+        Raises:
+            ValueError: if the slot or a block does not exist, or there are more blocks than ``max_length`` needs.
+        """
+        if not 0 <= slot < self.num_slots:
+            raise ValueError(f"slot {slot} does not exist; the tables have slots 0 to {self.num_slots - 1}")
+        if len(blocks) > self._host_SB.shape[1]:
+            raise ValueError(
+                f"slot {slot} would get {len(blocks)} blocks, its max_length {self.max_length} needs no more than "
+                f"{self._host_SB.shape[1]}"
+            )
+        new, old = list(blocks), self._blocks[slot]
+        same = min(len(new), len(old))
+        if new[:same] != old[:same]:
+            same = 0
+        tail = new[same:]
+        if tail:
+            if missing := [block for block in tail if not 0 <= block < self.num_blocks]:
+                raise ValueError(f"slot {slot}: blocks {missing} are not in the memory's 0 to {self.num_blocks - 1}")
+            self._host_SB[slot, same : len(new)] = torch.tensor(tail, dtype=torch.int32)
+            if self.tables_SB is not self._host_SB:
+                self.tables_SB[slot, same : len(new)] = self._host_SB[slot, same : len(new)].to(self.device)
+        self._blocks[slot] = new
+        in_a_row = bool(new) and new == list(range(new[0], new[0] + len(new)))
+        self._first_rows[slot] = new[0] * BLOCK_SIZE if in_a_row else None
+
+    def capacity(self, slot: int) -> int:
+        """Positions that the slot's blocks hold."""
+        return len(self._blocks[slot]) * BLOCK_SIZE
+
+    def first_row(self, slot: int) -> int | None:
+        """Row of the slot's position 0 if all its rows lie side by side, else None."""
+        return self._first_rows[slot]
+
+    def places(self, segments: Sequence[Segment]) -> Places:
+        """Where the tokens of ``segments`` sit; they must be within the capacities of their slots."""
+        if len(segments) == 1:
+            segment = segments[0]
+            first_row = self._first_rows[segment.slot]
+            if first_row is not None:
+                return Places(
+                    slots_N=torch.full((segment.length,), segment.slot, device=self.device),
+                    positions_N=torch.arange(segment.start, segment.end, device=self.device),
+                    rows=slice(first_row + segment.start, first_row + segment.end),
+                    last_position=segment.end - 1,
+                )
+        lengths = torch.tensor([segment.length for segment in segments])
+        starts = torch.tensor([segment.start for segment in segments])
+        slots_N = torch.tensor([segment.slot for segment in segments]).repeat_interleave(lengths)
+        # A token's position is its index in the batch plus what its segment's first token is ahead of that.
+        ahead = starts - (lengths.cumsum(0) - lengths)
+        positions_N = torch.arange(len(slots_N)) + ahead.repeat_interleave(lengths)
+        blocks_N = self._host_SB[slots_N, positions_N // BLOCK_SIZE]
+        rows_N = blocks_N.long() * BLOCK_SIZE + positions_N % BLOCK_SIZE
+        slots_N, positions_N, rows_N = torch.stack([slots_N, positions_N, rows_N]).to(self.device)
+        return Places(
+            slots_N=slots_N,
+            positions_N=positions_N,
+            rows=rows_N,
+            last_position=max(segment.end for segment in segments) - 1,
+        )
+
+    def slot_rows(self, slots: Sequence[int], length: int) -> torch.Tensor:
+        """Rows ``[R, length]`` of the first positions of ``slots``, some row or other where a slot has none."""
+        blocks_RB = self.tables_SB[list(slots), : -(-length // BLOCK_SIZE)].long()
+        offsets = torch.arange(BLOCK_SIZE, device=self.device)
+        return (blocks_RB.unsqueeze(-1) * BLOCK_SIZE + offsets).flatten(1)[:, :length]
