@@ -6,7 +6,8 @@ import json
 
 import pytest
 
-from dspark.cli.prompts import Prompt, chat_token_ids, raw_token_ids, read_prompts
+from dspark.cli.prompts import Prompt, read_prompts
+from dspark.models.chat import chat_token_ids, text_token_ids
 from tests.cli.tokenizer import character_tokenizer
 
 
@@ -62,11 +63,11 @@ def test_chat_ends_where_the_answer_begins():
 
 def test_raw_text_is_taken_as_it_is():
     tokenizer = character_tokenizer()
-    assert tokenizer.decode(raw_token_ids(tokenizer, "one\n two")) == "one\n two"
+    assert tokenizer.decode(text_token_ids(tokenizer, "one\n two")) == "one\n two"
 
 
 def test_no_chat_template_names_the_remedy():
     tokenizer = character_tokenizer()
     tokenizer.chat_template = None
-    with pytest.raises(ValueError, match="use --raw"):
+    with pytest.raises(ValueError, match="--raw"):
         chat_token_ids(tokenizer, [{"role": "user", "content": "hi"}])

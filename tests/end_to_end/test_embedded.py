@@ -12,11 +12,11 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from dspark.cli import main
 from dspark.cli.models import Models
-from dspark.cli.prompts import chat_token_ids
 from dspark.decoding import SamplingSettings, accept_speculative, sample_rows, token_probs
 from dspark.drafters.protocol import greedy_sampler
 from dspark.engine.generation import generate
 from dspark.engine.result import GenerationResult
+from dspark.models.chat import chat_token_ids
 from dspark.models.embedded import embedded_target
 from dspark.types import Segment
 

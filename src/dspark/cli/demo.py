@@ -121,8 +121,8 @@ def _answer(
 def _rounds(
     models: Models, settings: SamplingSettings, prompt: Prompt, max_tokens: int, *, speculation: bool
 ) -> Iterator[RoundEvent]:
-    from dspark.cli.prompts import chat_token_ids
     from dspark.engine.generation import generate
+    from dspark.models.chat import chat_token_ids
 
     messages = [] if prompt.system is None else [{"role": "system", "content": prompt.system}]
     messages.append({"role": "user", "content": prompt.turns[0]})

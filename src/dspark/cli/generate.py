@@ -185,7 +185,7 @@ class _Answerer:
 
     def answer(self, conversation: Prompt) -> Iterator[GenerationResult]:
         """Answer one turn after the other, each with all the earlier ones before it."""
-        from dspark.cli.prompts import chat_token_ids, raw_token_ids
+        from dspark.models.chat import chat_token_ids, text_token_ids
 
         tokenizer = self.models.target.tokenizer
         system = self.system if conversation.system is None else conversation.system
@@ -194,7 +194,7 @@ class _Answerer:
         for turn in conversation.turns:
             if self.raw:
                 text += turn
-                prompt_ids = raw_token_ids(tokenizer, text)
+                prompt_ids = text_token_ids(tokenizer, text)
             else:
                 messages.append({"role": "user", "content": turn})
                 prompt_ids = chat_token_ids(tokenizer, messages)
