@@ -10,7 +10,7 @@ import pytest
 from dspark.scheduling import DraftPoint, MeasuredCurve, PrefillPoint, StepCost, StepSeconds, VerifyPoint
 from tests.scheduling.tiny import cost_over_tokens
 
-PER_REQUEST, PER_CONTEXT_TOKEN = 0.01, 0.0002
+PER_REQUEST, PER_CONTEXT_TOKEN, PER_ATTENDED_TOKEN = 0.01, 0.0002, 0.00003
 
 
 def stairs(tokens: int) -> float:
@@ -24,7 +24,12 @@ def verify_points(noise: float = 0.0) -> list[VerifyPoint]:
             tokens=tokens,
             requests=requests,
             context_tokens=context * requests,
-            seconds=(stairs(tokens) + PER_REQUEST * requests + PER_CONTEXT_TOKEN * context * requests)
+            seconds=(
+                stairs(tokens)
+                + PER_REQUEST * requests
+                + PER_CONTEXT_TOKEN * context * requests
+                + PER_ATTENDED_TOKEN * context * tokens
+            )
             * float(np.exp(noise * generator.standard_normal())),
         )
         for tokens in range(1, 25)
@@ -49,6 +54,7 @@ def test_points_come_back_with_their_jumps() -> None:
     cost = fitted()
     assert cost.seconds_per_request == pytest.approx(PER_REQUEST)
     assert cost.seconds_per_context_token == pytest.approx(PER_CONTEXT_TOKEN)
+    assert cost.seconds_per_attended_token == pytest.approx(PER_ATTENDED_TOKEN)
     for point in verify_points():
         seconds = cost.verify_seconds(
             point.tokens - point.requests, requests=point.requests, context_tokens=point.context_tokens
@@ -61,7 +67,8 @@ def test_noise_neither_makes_a_curve_fall_nor_takes_its_jumps() -> None:
     curve = cost.verify(np.arange(1, 25))
     assert (np.diff(curve) >= 0).all()
     np.testing.assert_allclose(curve, [stairs(tokens) for tokens in range(1, 25)], rtol=0.04)
-    assert cost.seconds_per_context_token == pytest.approx(PER_CONTEXT_TOKEN, rel=0.2)
+    assert cost.seconds_per_context_token == pytest.approx(PER_CONTEXT_TOKEN, rel=0.3)
+    assert cost.seconds_per_attended_token == pytest.approx(PER_ATTENDED_TOKEN, rel=0.3)
 
 
 def test_slopes_are_never_negative() -> None:
@@ -72,7 +79,8 @@ def test_slopes_are_never_negative() -> None:
     ]
     cost = StepCost.fitted(points, DRAFT_POINTS, PREFILL_POINTS)
     assert cost.seconds_per_request == 0.0
-    assert cost.seconds_per_context_token == pytest.approx(0.001)
+    assert min(cost.seconds_per_context_token, cost.seconds_per_attended_token) >= 0.0
+    assert max(cost.seconds_per_context_token, cost.seconds_per_attended_token) > 0.0
     alone = StepCost.fitted(points[:1], DRAFT_POINTS, PREFILL_POINTS)
     assert (alone.seconds_per_request, alone.seconds_per_context_token) == (0.0, 0.0)
 

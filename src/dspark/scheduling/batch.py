@@ -50,7 +50,7 @@ class StepBatch:
         step: number of the step, counted from 0 without gaps.
         request_ids_R: a number for each decoding request that no other request ever gets (a cache slot is not one).
         draftable_R: draft tokens each request can use in this step: the block size, or less near its end.
-        context_tokens: cached tokens of all requests of the step together.
+        context_tokens: cached tokens of the decoding requests together.
         prefill_tokens: prompt tokens that share the step's forward pass.
         token_limit: tokens of the forward pass at most, prompt tokens included; None for no limit.
     """

@@ -27,6 +27,9 @@ _BOUND = 2.0
 """The correction never leaves 1/2..2: further off, the hardware is not what was profiled; profile again."""
 
 
+_SLOPES = ("seconds_per_request", "seconds_per_context_token", "seconds_per_attended_token")
+
+
 @dataclass(frozen=True, kw_only=True)
 class VerifyPoint:
     """A measured target step: ``tokens`` of ``requests`` that hold ``context_tokens`` cached tokens together."""
@@ -76,6 +79,7 @@ class StepCost:
         verify: over the tokens of a step, at no context and not counting requests.
         seconds_per_request: what each request adds to a target step, beyond its tokens.
         seconds_per_context_token: what each cached token adds to it.
+        seconds_per_attended_token: what each cached token adds to it for each token of the step that attends to it.
         draft: block length -> seconds over requests. Between measured lengths a straight line, from none at length 0;
             beyond the longest it goes on in proportion to the length. A longer block never costs less.
         prefill: what prompt tokens add to a step.
@@ -90,6 +94,7 @@ class StepCost:
     verify: MeasuredCurve
     seconds_per_request: float = 0.0
     seconds_per_context_token: float = 0.0
+    seconds_per_attended_token: float = 0.0
     draft: Mapping[int, MeasuredCurve]
     prefill: MeasuredCurve
     schedule_seconds: float = 0.0
@@ -99,7 +104,7 @@ class StepCost:
     def __post_init__(self) -> None:
         if not self.draft or min(self.draft) < 1 or list(self.draft) != sorted(self.draft):
             raise ValueError(f"draft has block lengths {list(self.draft)}: give at least one, increasing, from 1 token")
-        for name in ("seconds_per_request", "seconds_per_context_token", "schedule_seconds"):
+        for name in (*_SLOPES, "schedule_seconds"):
             value = getattr(self, name)
             if not (math.isfinite(value) and value >= 0.0):
                 raise ValueError(f"{name} must be finite and not negative, got {value}")
@@ -123,17 +128,14 @@ class StepCost:
         is left. Points that differ in tokens alone are therefore kept exactly.
         """
         points = list(verify)
-        per_request, per_context_token = _slopes(points)
-        left_over = [
-            (p.tokens, p.seconds - per_request * p.requests - per_context_token * p.context_tokens) for p in points
-        ]
+        slopes = _slopes(points)
+        left_over = [(point.tokens, point.seconds - float(np.dot(slopes, _features(point)))) for point in points]
         curves: dict[int, list[tuple[int, float]]] = {}
         for draft_point in draft:
             curves.setdefault(draft_point.block_length, []).append((draft_point.requests, draft_point.seconds))
         return cls(
             verify=MeasuredCurve.through(left_over),
-            seconds_per_request=per_request,
-            seconds_per_context_token=per_context_token,
+            **dict(zip(_SLOPES, slopes, strict=True)),
             draft={length: MeasuredCurve.through(curves[length]) for length in sorted(curves)},
             prefill=MeasuredCurve.through((p.tokens, p.seconds) for p in prefill),
             schedule_seconds=schedule_seconds,
@@ -148,10 +150,17 @@ class StepCost:
         cost alone is not in it: that is ``prefill_seconds``.
         """
         before = requests + prefill_tokens
+        tokens = requests + np.asarray(draft_tokens)
         base = self.verify(before + np.asarray(draft_tokens))
         if prefill_tokens > 0:
             base = base - self.verify(before) + self.verify(max(requests, 1))
-        extra = self.seconds_per_request * requests + self.seconds_per_context_token * context_tokens
+        # How many of the tokens are whose is not known yet: each sees the mean context.
+        attended_tokens = tokens * (context_tokens / max(requests, 1))
+        extra = (
+            self.seconds_per_request * requests
+            + self.seconds_per_context_token * context_tokens
+            + self.seconds_per_attended_token * attended_tokens
+        )
         return self.verify_ratio * (base + extra)
 
     def prefill_seconds(self, tokens: int) -> float:
@@ -189,6 +198,7 @@ class StepCost:
             "verify": _curve_dict(self.verify),
             "seconds_per_request": self.seconds_per_request,
             "seconds_per_context_token": self.seconds_per_context_token,
+            "seconds_per_attended_token": self.seconds_per_attended_token,
             "draft": {str(length): _curve_dict(curve) for length, curve in self.draft.items()},
             "prefill": _curve_dict(self.prefill),
             "schedule_seconds": self.schedule_seconds,
@@ -205,7 +215,7 @@ class StepCost:
         """
         if values.get("format") != _FORMAT:
             raise ValueError(f"cost format is {values.get('format')}, this version reads {_FORMAT}: profile again")
-        names = ("seconds_per_request", "seconds_per_context_token", "schedule_seconds", "verify_ratio", "draft_ratio")
+        names = (*_SLOPES, "schedule_seconds", "verify_ratio", "draft_ratio")
         missing = {"verify", "draft", "prefill", *names} - values.keys()
         if missing:
             raise ValueError(f"cost lacks {', '.join(sorted(missing))}: profile again")
@@ -218,24 +228,31 @@ class StepCost:
         )
 
 
-def _slopes(points: list[VerifyPoint]) -> tuple[float, float]:
-    """Seconds for each request and each context token, from points with equal tokens; 0 where nothing differs."""
+def _features(point: VerifyPoint) -> tuple[float, float, float]:
+    """What ``_SLOPES`` are the seconds of; each request of a measured step has the same context."""
+    return point.requests, point.context_tokens, point.tokens * point.context_tokens / point.requests
+
+
+def _slopes(points: list[VerifyPoint]) -> list[float]:
+    """Seconds for each of ``_SLOPES``, from points with equal tokens; 0 where nothing differs."""
     tokens = np.array([point.tokens for point in points])
-    features = np.array([[point.requests, point.context_tokens] for point in points], np.float64).reshape(-1, 2)
+    features = np.array([_features(point) for point in points], np.float64).reshape(-1, len(_SLOPES))
     seconds = np.array([point.seconds for point in points])
     for size in np.unique(tokens):
         is_size = tokens == size
         features[is_size] -= features[is_size].mean(axis=0)
         seconds[is_size] -= seconds[is_size].mean()
     scale = np.abs(features).max(axis=0, initial=0.0)
-    used = [column for column in range(2) if scale[column] > 0]
+    used = [column for column in range(len(_SLOPES)) if scale[column] > 0]
+    found = [0.0] * len(_SLOPES)
     while used:
         slopes = np.linalg.lstsq(features[:, used] / scale[used], seconds, rcond=None)[0] / scale[used]
         if (slopes >= 0).all():
-            found = dict(zip(used, slopes.tolist(), strict=True))
-            return found.get(0, 0.0), found.get(1, 0.0)
+            for column, slope in zip(used, slopes.tolist(), strict=True):
+                found[column] = slope
+            break
         used.pop(int(slopes.argmin()))
-    return 0.0, 0.0
+    return found
 
 
 def _moved(ratio: float, predicted: float, measured: float) -> float:

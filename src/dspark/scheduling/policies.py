@@ -22,7 +22,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Literal, Protocol
+from typing import ClassVar, Literal, Protocol
 
 import numpy as np
 
@@ -91,11 +91,21 @@ class Policy(Protocol):
         """As ``parse_policy`` reads it."""
         ...
 
-    def plan(self, batch: StepBatch, past: PastSurvivals | None, cost: StepCost) -> StepPlan:
+    @property
+    def needs_confidences(self) -> bool:
+        """Whether it can only be used with a drafter that says how sure it is."""
+        ...
+
+    @property
+    def needs_cost(self) -> bool:
+        """Whether it has to know what steps cost; the others are given None where nothing was measured."""
+        ...
+
+    def plan(self, batch: StepBatch, past: PastSurvivals | None, cost: StepCost | None) -> StepPlan:
         """Whether and how long to draft, from the past alone (``History.past``)."""
         ...
 
-    def verify_lengths(self, plan: StepPlan, drafts: Drafts, cost: StepCost) -> IntArray:
+    def verify_lengths(self, plan: StepPlan, drafts: Drafts, cost: StepCost | None) -> IntArray:
         """Draft tokens of each request to verify, [R]."""
         ...
 
@@ -104,13 +114,15 @@ class Policy(Protocol):
 class Off:
     """No speculation."""
 
+    needs_confidences: ClassVar[bool] = False
+    needs_cost: ClassVar[bool] = False
     name: str = field(default="off", init=False)
 
-    def plan(self, batch: StepBatch, past: PastSurvivals | None, cost: StepCost) -> StepPlan:
+    def plan(self, batch: StepBatch, past: PastSurvivals | None, cost: StepCost | None) -> StepPlan:
         """Drafts nothing."""
         return StepPlan(batch=batch, draft_lengths_R=np.zeros_like(batch.draftable_R), why="always")
 
-    def verify_lengths(self, plan: StepPlan, drafts: Drafts, cost: StepCost) -> IntArray:
+    def verify_lengths(self, plan: StepPlan, drafts: Drafts, cost: StepCost | None) -> IntArray:
         """Nothing."""
         return np.zeros_like(plan.draft_lengths_R)
 
@@ -119,6 +131,8 @@ class Off:
 class Fixed:
     """Draft and verify ``length`` tokens of every request, as far as it can use them and the token limit lets."""
 
+    needs_confidences: ClassVar[bool] = False
+    needs_cost: ClassVar[bool] = False
     length: int
 
     def __post_init__(self) -> None:
@@ -130,11 +144,11 @@ class Fixed:
         """``fixed:k``."""
         return f"fixed:{self.length}"
 
-    def plan(self, batch: StepBatch, past: PastSurvivals | None, cost: StepCost) -> StepPlan:
+    def plan(self, batch: StepBatch, past: PastSurvivals | None, cost: StepCost | None) -> StepPlan:
         """Always drafts."""
         return StepPlan(batch=batch, draft_lengths_R=np.minimum(batch.draftable_R, self.length), why="always")
 
-    def verify_lengths(self, plan: StepPlan, drafts: Drafts, cost: StepCost) -> IntArray:
+    def verify_lengths(self, plan: StepPlan, drafts: Drafts, cost: StepCost | None) -> IntArray:
         """All; under a token limit by position, then request slot. Needs no confidences."""
         _check(plan, drafts)
         alike_RG = np.ones((drafts.lengths_R.size, int(drafts.lengths_R.max(initial=0))))
@@ -145,6 +159,8 @@ class Fixed:
 class Threshold:
     """Verify a draft up to its first token whose confidence is below ``confidence`` (section 4), whatever the load."""
 
+    needs_confidences: ClassVar[bool] = True
+    needs_cost: ClassVar[bool] = False
     confidence: float
 
     def __post_init__(self) -> None:
@@ -156,11 +172,11 @@ class Threshold:
         """``threshold:c``."""
         return f"threshold:{self.confidence:g}"
 
-    def plan(self, batch: StepBatch, past: PastSurvivals | None, cost: StepCost) -> StepPlan:
+    def plan(self, batch: StepBatch, past: PastSurvivals | None, cost: StepCost | None) -> StepPlan:
         """Always drafts."""
         return StepPlan(batch=batch, draft_lengths_R=batch.draftable_R, why="always")
 
-    def verify_lengths(self, plan: StepPlan, drafts: Drafts, cost: StepCost) -> IntArray:
+    def verify_lengths(self, plan: StepPlan, drafts: Drafts, cost: StepCost | None) -> IntArray:
         """Up to the first below; under a token limit the largest survivals of these."""
         _check(plan, drafts)
         survivals_RG, confidences_RG = drafts.survivals_RG, drafts.confidences_RG
@@ -179,21 +195,23 @@ class Immediate:
             many steps older.
     """
 
+    needs_confidences: ClassVar[bool] = True
+    needs_cost: ClassVar[bool] = True
     probe_every_steps: int = 128
     name: str = field(default="immediate", init=False)
 
     def __post_init__(self) -> None:
         _check_probing(self.probe_every_steps)
 
-    def plan(self, batch: StepBatch, past: PastSurvivals | None, cost: StepCost) -> StepPlan:
+    def plan(self, batch: StepBatch, past: PastSurvivals | None, cost: StepCost | None) -> StepPlan:
         """Drafts if Algorithm 1 on past survivals would beat not drafting; settles no budget."""
-        plan = _plan(batch, past, cost, first_stop, self.probe_every_steps)
+        plan = _plan(batch, past, _known(cost, self.name), first_stop, self.probe_every_steps)
         return StepPlan(batch=batch, draft_lengths_R=plan.draft_lengths_R, why=plan.why)
 
-    def verify_lengths(self, plan: StepPlan, drafts: Drafts, cost: StepCost) -> IntArray:
+    def verify_lengths(self, plan: StepPlan, drafts: Drafts, cost: StepCost | None) -> IntArray:
         """By Algorithm 1."""
         _check(plan, drafts)
-        theta_K = _theta(drafts.survivals_RG, drafts.lengths_R, plan.batch, cost)
+        theta_K = _theta(drafts.survivals_RG, drafts.lengths_R, plan.batch, _known(cost, self.name))
         return verify_lengths(drafts.survivals_RG, drafts.lengths_R, first_stop(theta_K))
 
 
@@ -208,21 +226,24 @@ class Delayed:
         probe_every_steps: as of ``Immediate``.
     """
 
+    needs_confidences: ClassVar[bool] = True
+    needs_cost: ClassVar[bool] = True
     probe_every_steps: int = 128
     name: str = field(default="delayed", init=False)
 
     def __post_init__(self) -> None:
         _check_probing(self.probe_every_steps)
 
-    def plan(self, batch: StepBatch, past: PastSurvivals | None, cost: StepCost) -> StepPlan:
+    def plan(self, batch: StepBatch, past: PastSurvivals | None, cost: StepCost | None) -> StepPlan:
         """Settles the budget K; drafts if it beats not drafting."""
-        return _plan(batch, past, cost, global_maximum, self.probe_every_steps)
+        return _plan(batch, past, _known(cost, self.name), global_maximum, self.probe_every_steps)
 
-    def verify_lengths(self, plan: StepPlan, drafts: Drafts, cost: StepCost) -> IntArray:
+    def verify_lengths(self, plan: StepPlan, drafts: Drafts, cost: StepCost | None) -> IntArray:
         """The K largest current survivals."""
         _check(plan, drafts)
         budget = plan.budget
         if budget is None:
+            cost = _known(cost, self.name)
             budget = first_stop(_theta(drafts.survivals_RG, drafts.lengths_R, plan.batch, cost))
         return verify_lengths(drafts.survivals_RG, drafts.lengths_R, min(budget, drafts.num_drafted))
 
@@ -272,6 +293,14 @@ def _check(plan: StepPlan, drafts: Drafts) -> None:
         raise ValueError(f"drafts of step {drafts.step} are not those of the planned step {plan.batch.step}")
     if (drafts.lengths_R > plan.draft_lengths_R).any():
         raise ValueError("drafts are longer than planned: lengths_R must not exceed draft_lengths_R of the plan")
+
+
+def _known(cost: StepCost | None, policy: str) -> StepCost:
+    if cost is None:
+        raise ValueError(
+            f"policy {policy} needs to know what steps cost here: give a cost (`dspark profile` measures it)"
+        )
+    return cost
 
 
 def _check_probing(probe_every_steps: int) -> None:

@@ -25,7 +25,7 @@ class StepRecord:
         plan: with the batch.
         drafts: None if the step did not draft.
         verify_lengths_R: draft tokens verified.
-        predicted: seconds, as the cost gave them when the lengths were chosen.
+        predicted: seconds, as the cost gave them when the lengths were chosen; None where no cost is known.
         measured: seconds; None before the step is over, or in a simulation.
         accepted_R: draft tokens accepted; None before the step is over.
     """
@@ -34,7 +34,7 @@ class StepRecord:
     plan: StepPlan
     drafts: Drafts | None
     verify_lengths_R: IntArray
-    predicted: StepSeconds
+    predicted: StepSeconds | None
     measured: StepSeconds | None = None
     accepted_R: IntArray | None = None
 
@@ -63,7 +63,7 @@ class StepRecord:
             "confidences": None if drafts is None or drafts.confidences_RG is None else _rows(drafts),
             "verified": self.verify_lengths_R.tolist(),
             "accepted": None if self.accepted_R is None else self.accepted_R.tolist(),
-            "predicted": asdict(self.predicted),
+            "predicted": None if self.predicted is None else asdict(self.predicted),
             "measured": None if self.measured is None else asdict(self.measured),
         }
 
@@ -88,7 +88,7 @@ class StepRecord:
             plan=plan,
             drafts=None if values["drafted"] is None else _drafts(batch, values["drafted"], values["confidences"]),
             verify_lengths_R=frozen_ints(values["verified"]),
-            predicted=StepSeconds(**values["predicted"]),
+            predicted=None if values["predicted"] is None else StepSeconds(**values["predicted"]),
             measured=None if values["measured"] is None else StepSeconds(**values["measured"]),
             accepted_R=None if values["accepted"] is None else frozen_ints(values["accepted"]),
         )
