@@ -16,7 +16,16 @@ if TYPE_CHECKING:
     from dspark.drafters.checkpoint import save_drafter as save_drafter
     from dspark.drafters.dspark import DSparkDrafter as DSparkDrafter
     from dspark.drafters.dspark_config import DSparkConfig as DSparkConfig
+    from dspark.engine.core import EngineSettings as EngineSettings
+    from dspark.engine.engine import Engine as Engine
+    from dspark.engine.engine import EngineError as EngineError
+    from dspark.engine.engine import Generation as Generation
     from dspark.engine.generation import generate as generate
+    from dspark.engine.queue import QueueFull as QueueFull
+    from dspark.engine.request import Completion as Completion
+    from dspark.engine.request import Delta as Delta
+    from dspark.engine.request import Request as Request
+    from dspark.engine.request import RequestResult as RequestResult
     from dspark.engine.result import GenerationResult as GenerationResult
     from dspark.engine.result import RoundEvent as RoundEvent
     from dspark.engine.speculation import SpeculationSettings as SpeculationSettings
@@ -24,10 +33,19 @@ if TYPE_CHECKING:
     from dspark.models.loading import load_target as load_target
 
 _MODULES = {
+    "Completion": "dspark.engine.request",
     "DSparkConfig": "dspark.drafters.dspark_config",
     "DSparkDrafter": "dspark.drafters.dspark",
+    "Delta": "dspark.engine.request",
+    "Engine": "dspark.engine.engine",
+    "EngineError": "dspark.engine.engine",
+    "EngineSettings": "dspark.engine.core",
+    "Generation": "dspark.engine.engine",
     "GenerationResult": "dspark.engine.result",
     "LoadedTarget": "dspark.models.loading",
+    "QueueFull": "dspark.engine.queue",
+    "Request": "dspark.engine.request",
+    "RequestResult": "dspark.engine.request",
     "RoundEvent": "dspark.engine.result",
     "SamplingSettings": "dspark.decoding.settings",
     "SpeculationSettings": "dspark.engine.speculation",

@@ -1,0 +1,150 @@
+"""What a user asks of the engine, and what comes back: deltas while it runs, completions at the end."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field
+from typing import Any, Literal
+
+from dspark.decoding import SamplingSettings
+
+FinishReason = Literal["stop", "length", "cancelled"]
+"""``stop``: a stop token or stop string. ``length``: ``max_tokens``, or the end of the context."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Request:
+    """Continue ``prompt_ids`` in ``n`` ways. Nothing here changes what another request gets.
+
+    Attributes:
+        prompt_ids: at least one token.
+        sampling: how tokens are drawn. With a seed, choice i draws with seed + i.
+        max_tokens: generated tokens of a choice at most; the context may end it before.
+        stop_token_ids: tokens that end a choice (kept in ``token_ids``, not shown in the text).
+        stop_strings: texts that end a choice and are not shown; they need a tokenizer.
+        n: choices.
+        logprobs: None for none, 0 for the log-probability of each token, k for the k most likely tokens besides. They
+            are the target's own, before temperature, penalties and truncation.
+        max_draft_tokens: draft tokens of a round at most; None for the drafter's block, 0 for no speculation.
+        user: requests of different users take turns.
+        prefix_namespace: computed prompts are reused between requests of one namespace only.
+        random: uniforms in [0, 1) for sampling without a seed; operating-system entropy by default.
+
+    Raises:
+        ValueError: naming the field.
+    """
+
+    prompt_ids: tuple[int, ...]
+    sampling: SamplingSettings = field(default_factory=SamplingSettings)
+    max_tokens: int = 256
+    stop_token_ids: frozenset[int] = frozenset()
+    stop_strings: tuple[str, ...] = ()
+    n: int = 1
+    logprobs: int | None = None
+    max_draft_tokens: int | None = None
+    user: str = ""
+    prefix_namespace: str = ""
+    random: Callable[[], float] | None = None
+
+    def __post_init__(self) -> None:
+        if len(self.prompt_ids) == 0:
+            raise ValueError("prompt is empty: give at least one token (or use the chat template)")
+        if self.max_tokens < 1:
+            raise ValueError(f"max_tokens is {self.max_tokens}; it must be at least 1")
+        if self.n < 1:
+            raise ValueError(f"n is {self.n}; it must be at least 1")
+        if self.logprobs is not None and self.logprobs < 0:
+            raise ValueError(f"logprobs is {self.logprobs}; give None for none, 0 or more")
+        if self.max_draft_tokens is not None and self.max_draft_tokens < 0:
+            raise ValueError(f"max_draft_tokens is {self.max_draft_tokens}; it must not be negative")
+        if not isinstance(self.stop_strings, tuple) or "" in self.stop_strings:
+            raise ValueError("stop_strings must be a tuple of texts that are not empty")
+
+
+@dataclass(frozen=True, kw_only=True)
+class TokenLogprob:
+    """Natural logarithm of the target's probability of a token, and of the most likely ones there."""
+
+    token_id: int
+    logprob: float
+    top: tuple[tuple[int, float], ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Delta:
+    """What a step added to one choice. ``text`` is what became safe to show; it can lag behind the tokens.
+
+    ``finish_reason`` is set in a choice's last delta.
+    """
+
+    choice: int
+    token_ids: tuple[int, ...]
+    text: str
+    logprobs: tuple[TokenLogprob, ...] | None = None
+    finish_reason: FinishReason | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class SpeculationCounts:
+    """Draft tokens of one choice, by what became of them.
+
+    Attributes:
+        rounds: steps that could have drafted; a token that came out of a prompt's own pass belongs to none.
+        drafted, verified, accepted: draft tokens proposed, sent to the target, committed.
+        committed: tokens that rounds gave, corrections and bonus tokens included.
+        accepted_per_position, reached_per_position, verified_per_position: rounds, for draft position 1, 2, ..., in
+            which the token was accepted / was verified and all before it were accepted / was verified. Tokens behind
+            the one that ended the answer are in none.
+    """
+
+    rounds: int
+    drafted: int
+    verified: int
+    accepted: int
+    committed: int
+    accepted_per_position: tuple[int, ...]
+    reached_per_position: tuple[int, ...]
+    verified_per_position: tuple[int, ...]
+
+    @property
+    def accepted_length(self) -> float:
+        """Committed tokens a round, bonus and correction included; 0 without a round."""
+        return self.committed / self.rounds if self.rounds else 0.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Completion:
+    """One finished choice."""
+
+    text: str
+    token_ids: tuple[int, ...]
+    finish_reason: FinishReason
+    logprobs: tuple[TokenLogprob, ...] | None
+    counts: SpeculationCounts
+
+
+@dataclass(frozen=True, kw_only=True)
+class RequestResult:
+    """A finished request.
+
+    Attributes:
+        completions: by choice.
+        reused_tokens: prompt tokens of the first choice whose keys and values were there already.
+        queue_seconds: from submission to the first pass.
+        first_token_seconds: from submission to the first token; None if there was none.
+        seconds: from submission to the end.
+        preemptions: times that a choice lost its memory to older requests and was computed again.
+    """
+
+    request_id: int
+    completions: tuple[Completion, ...]
+    prompt_tokens: int
+    reused_tokens: int
+    queue_seconds: float
+    first_token_seconds: float | None
+    seconds: float
+    preemptions: int
+
+    def to_json(self) -> dict[str, Any]:
+        """All fields, ready for ``json.dumps``."""
+        return asdict(self)

@@ -1,0 +1,287 @@
+"""One round over a batch: draft, schedule, verify, commit (SPEC "One round"), with pieces of prompts in the same pass.
+
+Shapes: R decoding choices, G draft tokens of the longest block, N flat tokens of the pass, M rows of logits, V target
+ids, D columns of the draft vocabulary.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from dspark.decoding import Acceptance
+from dspark.drafters.cache import DrafterCache
+from dspark.drafters.protocol import DraftBlock, Drafter
+from dspark.engine.batch_sampling import VerifyRow, draft_sampler, token_logprobs, verify_rows
+from dspark.engine.choice import Choice
+from dspark.engine.request import Delta, TokenLogprob
+from dspark.models.target import Target, TargetCache
+from dspark.scheduling import (
+    Drafts,
+    History,
+    Policy,
+    StepBatch,
+    StepCost,
+    StepPlan,
+    StepRecord,
+    StepSeconds,
+    predicted_seconds,
+)
+from dspark.types import Segment
+
+
+@dataclass(frozen=True, kw_only=True)
+class Row:
+    """Tokens of one choice that go through the target: the anchor of a decoding choice, or a piece of a prompt."""
+
+    choice: Choice
+    slot: int
+    start: int
+    length: int
+
+    @property
+    def end(self) -> int:
+        """Position after the last token."""
+        return self.start + self.length
+
+    @property
+    def is_sampled(self) -> bool:
+        """Whether a token follows: the last known one goes through."""
+        return self.end == len(self.choice.tokens)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Draft:
+    """What was drafted for one row: nothing, or tokens and the distributions ``[G, D]`` that they were drawn from."""
+
+    tokens: list[int]
+    probs_GD: torch.Tensor | None
+
+    def first(self, length: int) -> _Draft:
+        """Its first tokens."""
+        return _Draft(tokens=self.tokens[:length], probs_GD=None if self.probs_GD is None else self.probs_GD[:length])
+
+
+_NO_DRAFT = _Draft(tokens=[], probs_GD=None)
+
+
+class Stepper:
+    """Runs rounds, and keeps what a round needs of those before: caches, past survivals, the corrected cost.
+
+    Args:
+        drafter: None for a target alone; ``policy`` then never drafts.
+        cost: what steps cost here; None for policies that do not need it.
+        clock: seconds.
+    """
+
+    def __init__(
+        self,
+        target: Target,
+        drafter: Drafter | None,
+        target_cache: TargetCache,
+        drafter_cache: DrafterCache | None,
+        *,
+        policy: Policy,
+        cost: StepCost | None,
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
+        self._target = target
+        self._drafter = drafter
+        self._target_cache = target_cache
+        self._drafter_cache = drafter_cache
+        self._clock = clock
+        self._history = History()
+        self._step = 0
+        self.policy = policy
+        self.cost = cost
+
+    def run(self, decoding: Sequence[Row], chunks: Sequence[Row]) -> tuple[StepRecord, list[Delta | None]]:
+        """One round of ``decoding``, with ``chunks`` of prompts beside it.
+
+        The caches then hold every known token of a choice but its last.
+
+        Returns:
+            What the step was, and what each row got of it, decoding rows first; None where a prompt goes on.
+        """
+        began = self._clock()
+        plan = self.policy.plan(self._batch(decoding, chunks), self._history.past, self.cost)
+        planned = self._clock()
+        drafts, confidences = self._draft(plan, decoding)
+        drafted = self._clock()
+        lengths_R = np.zeros_like(plan.draft_lengths_R)
+        if confidences is not None:
+            lengths_R = self.policy.verify_lengths(plan, confidences, self.cost)
+        predicted = None if self.cost is None else predicted_seconds(plan, int(lengths_R.sum()), self.cost)
+        scheduled = self._clock()
+        rows = [*decoding, *chunks]
+        verified = [draft.first(length) for draft, length in zip(drafts, lengths_R.tolist(), strict=True)]
+        verified += [_NO_DRAFT] * len(chunks)
+        acceptances, logprobs = self._verify(rows, verified)
+        self._roll_back(rows, acceptances)
+        deltas = self._commit(rows, verified, acceptances, logprobs, plan)
+        ended = self._clock()
+
+        measured = StepSeconds(
+            draft=drafted - planned, schedule=planned - began + scheduled - drafted, verify=ended - scheduled
+        )
+        if self.cost is not None and predicted is not None:
+            self.cost = self.cost.corrected(predicted, measured)
+        self._history = self._history.after(confidences)
+        self._step += 1
+        accepted_R = [0 if acceptance is None else acceptance.num_accepted for acceptance in acceptances]
+        record = StepRecord(
+            policy=self.policy.name,
+            plan=plan,
+            drafts=confidences,
+            verify_lengths_R=lengths_R,
+            predicted=predicted,
+            measured=measured,
+            accepted_R=np.array(accepted_R[: len(decoding)], np.int64),
+        )
+        return record, deltas
+
+    def _batch(self, decoding: Sequence[Row], chunks: Sequence[Row]) -> StepBatch:
+        return StepBatch(
+            step=self._step,
+            request_ids_R=np.array([row.choice.choice_id for row in decoding], np.int64),
+            # A drafter reads the context before the anchor: without any there is nothing to draft from.
+            draftable_R=np.array([row.choice.draftable if row.start > 0 else 0 for row in decoding], np.int64),
+            context_tokens=sum(row.start for row in decoding),
+            prefill_tokens=sum(row.length for row in chunks),
+        )
+
+    def _draft(self, plan: StepPlan, decoding: Sequence[Row]) -> tuple[list[_Draft], Drafts | None]:
+        """The drafts of the decoding rows, and how sure the drafter is of them; None if nothing was drafted."""
+        if not plan.drafts:
+            return [_NO_DRAFT] * len(decoding), None
+        assert self._drafter is not None, "a policy drafts without a drafter"
+        assert self._drafter_cache is not None, "a drafter comes with its memory"
+        lengths = plan.draft_lengths_R.tolist()
+        drafting = [index for index, length in enumerate(lengths) if length > 0]
+        choices = [decoding[index].choice for index in drafting]
+        anchors_R = torch.tensor([choice.tokens[-1] for choice in choices], device=self._target.device)
+        block = self._drafter.propose(
+            self._drafter_cache,
+            [decoding[index].slot for index in drafting],
+            anchors_R,
+            draft_sampler([choice.sampling for choice in choices], [lengths[index] for index in drafting]),
+            max(lengths),
+        )
+        drafts = [_NO_DRAFT] * len(decoding)
+        for place, (index, tokens) in enumerate(zip(drafting, block.tokens_RG.tolist(), strict=True)):
+            probs_GD = None if block.probs_RGD is None else block.probs_RGD[place]
+            drafts[index] = _Draft(tokens=tokens, probs_GD=probs_GD).first(lengths[index])
+        confidences = Drafts(
+            step=plan.batch.step,
+            request_ids_R=plan.batch.request_ids_R,
+            lengths_R=plan.draft_lengths_R,
+            confidences_RG=_confidences(block, choices, drafting, len(decoding)),
+        )
+        return drafts, confidences
+
+    def _verify(
+        self, rows: Sequence[Row], verified: Sequence[_Draft]
+    ) -> tuple[list[Acceptance | None], list[list[TokenLogprob] | None]]:
+        """The target's pass over all rows: what it accepts of the drafts, and its log-probabilities where asked for."""
+        tokens: list[int] = []
+        segments: list[Segment] = []
+        logit_rows: list[int] = []
+        for row, draft in zip(rows, verified, strict=True):
+            tokens += row.choice.tokens[row.start : row.end]
+            tokens += draft.tokens
+            segments.append(Segment(row.slot, row.start, row.length + len(draft.tokens)))
+            if row.is_sampled:
+                logit_rows += range(len(tokens) - 1 - len(draft.tokens), len(tokens))
+        tokens_N = torch.tensor(tokens, device=self._target.device)
+        tap_layers = () if self._drafter is None else self._drafter.tap_layers
+        output = self._target.forward(tokens_N, segments, self._target_cache, tap_layers)
+        if self._drafter is not None and self._drafter_cache is not None and output.taps_NT is not None:
+            self._drafter.extend(self._drafter_cache, segments, tokens_N, output.taps_NT)
+
+        sampled = [index for index, row in enumerate(rows) if row.is_sampled]
+        acceptances: list[Acceptance | None] = [None] * len(rows)
+        logprobs: list[list[TokenLogprob] | None] = [None] * len(rows)
+        if not sampled:
+            return acceptances, logprobs
+        logits_MV = self._target.logits(output.hidden_NH[torch.tensor(logit_rows, device=self._target.device)])
+        verify = [
+            VerifyRow(
+                sampling=rows[index].choice.sampling,
+                draft_tokens=verified[index].tokens,
+                draft_probs_LD=verified[index].probs_GD,
+            )
+            for index in sampled
+        ]
+        first = 0
+        for index, acceptance in zip(sampled, verify_rows(verify, logits_MV), strict=True):
+            acceptances[index] = acceptance
+            asked = rows[index].choice.request.logprobs
+            if asked is not None:
+                committed = [*verified[index].tokens[: acceptance.num_accepted], acceptance.next_token]
+                logprobs[index] = _logprobs(logits_MV[first : first + len(committed)], committed, asked)
+            first += 1 + len(verified[index].tokens)
+        return acceptances, logprobs
+
+    def _roll_back(self, rows: Sequence[Row], acceptances: Sequence[Acceptance | None]) -> None:
+        """Forget what was rejected, in both caches."""
+        for row, acceptance in zip(rows, acceptances, strict=True):
+            length = row.end if acceptance is None else row.end + acceptance.num_accepted
+            self._target_cache.truncate(row.slot, length)
+            if self._drafter_cache is not None:
+                self._drafter_cache.truncate(row.slot, length)
+
+    def _commit(
+        self,
+        rows: Sequence[Row],
+        verified: Sequence[_Draft],
+        acceptances: Sequence[Acceptance | None],
+        logprobs: Sequence[list[TokenLogprob] | None],
+        plan: StepPlan,
+    ) -> list[Delta | None]:
+        """Add the accepted draft tokens and the target's own to the choices."""
+        deltas: list[Delta | None] = []
+        num_decoding = plan.batch.num_requests
+        for index, (row, draft, acceptance) in enumerate(zip(rows, verified, acceptances, strict=True)):
+            if acceptance is None:
+                deltas.append(None)
+                continue
+            committed = [*draft.tokens[: acceptance.num_accepted], acceptance.next_token]
+            delta = row.choice.append(committed, logprobs[index])
+            if index < num_decoding:
+                row.choice.count_round(
+                    drafted=int(plan.draft_lengths_R[index]),
+                    verified=len(draft.tokens),
+                    accepted=acceptance.num_accepted,
+                    committed=len(committed),
+                    kept=len(delta.token_ids),
+                )
+            deltas.append(delta)
+        return deltas
+
+
+def _confidences(
+    block: DraftBlock, choices: Sequence[Choice], drafting: Sequence[int], num_rows: int
+) -> np.ndarray[tuple[int, int], np.dtype[np.float64]] | None:
+    """Calibrated confidences of all decoding rows, ``[R, G]``; 0 where nothing was drafted."""
+    if block.confidence_logits_RG is None:
+        return None
+    logits_RG = block.confidence_logits_RG.double().cpu().numpy()
+    length = logits_RG.shape[1]
+    scaled_RG = logits_RG / np.stack([choice.confidence_temperatures_G[:length] for choice in choices])
+    confidences_RG = np.zeros((num_rows, length))
+    confidences_RG[list(drafting)] = 0.5 + 0.5 * np.tanh(0.5 * scaled_RG)  # the logistic function, without overflow
+    return confidences_RG
+
+
+def _logprobs(logits_MV: torch.Tensor, token_ids: Sequence[int], top: int) -> list[TokenLogprob]:
+    ids_M = torch.tensor(token_ids, device=logits_MV.device)
+    chosen_M, top_ids_MK, top_values_MK = token_logprobs(logits_MV, ids_M, top)
+    tops = zip(top_ids_MK.tolist(), top_values_MK.tolist(), strict=True)
+    return [
+        TokenLogprob(token_id=token, logprob=value, top=tuple(zip(ids, values, strict=True)))
+        for token, value, (ids, values) in zip(token_ids, chosen_M.tolist(), tops, strict=True)
+    ]

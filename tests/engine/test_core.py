@@ -1,0 +1,325 @@
+"""Many requests at once on table models: whatever the company, a request gets what it would get alone."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+
+import pytest
+
+from dspark.decoding import SamplingSettings
+from dspark.engine.core import EngineCore, EngineSettings, RequestHandle
+from dspark.engine.generation import generate
+from dspark.engine.queue import QueueFull
+from dspark.engine.request import Delta, Request, RequestResult
+from dspark.models.block_tables import BLOCK_SIZE
+from dspark.scheduling import StepRecord, parse_policy, replayed_lengths
+from tests.cli.tokenizer import character_tokenizer
+from tests.engine.confident import CONTEXT, VOCABULARY, make_cost, make_drafter, make_request, make_target
+from tests.engine.table_models import TableDrafter, random_table
+
+POLICIES = ("off", "fixed:2", "threshold:0.4", "immediate", "delayed")
+BYTES_PER_BLOCK = 2 * 4 * BLOCK_SIZE  # keys and values, one number each
+SMALL = EngineSettings(kv_memory_bytes=10**6)
+
+
+def make_core(policy: str = "delayed", *, blocks: int = 200, **arguments: object) -> EngineCore:
+    settings = EngineSettings(
+        **{  # type: ignore[arg-type]
+            "max_concurrency": 8,
+            "max_prefill_tokens": 16,
+            "kv_memory_bytes": blocks * BYTES_PER_BLOCK * (1 if policy == "off" else 2),  # in target and drafter
+            "max_length": min(CONTEXT, blocks * BLOCK_SIZE - 4),
+            **arguments,
+        }
+    )
+    return EngineCore(make_target(), make_drafter(), policy=parse_policy(policy), cost=make_cost(), settings=settings)
+
+
+def alone(request: Request) -> list[tuple[int, ...]]:
+    """Every choice's tokens from plain decoding of one request, without any engine."""
+    answers = []
+    for index in range(request.n):
+        seed = request.sampling.seed
+        sampling = request.sampling if seed is None else replace(request.sampling, seed=seed + index)
+        budget = min(request.max_tokens, CONTEXT - len(request.prompt_ids))
+        events = list(
+            generate(
+                make_target(),
+                None,
+                request.prompt_ids,
+                # Without a drafter a seed draws with the same coupled noise: the answer is speculation's.
+                sampling,
+                max_tokens=budget,
+                stop_token_ids=request.stop_token_ids,
+            )
+        )
+        assert events[-1].result is not None
+        answers.append(events[-1].result.token_ids)
+    return answers
+
+
+def result_of(handle: RequestHandle) -> RequestResult:
+    assert handle.result is not None
+    return handle.result
+
+
+def tokens_of(handle: RequestHandle) -> list[tuple[int, ...]]:
+    return [completion.token_ids for completion in result_of(handle).completions]
+
+
+def assert_empty(core: EngineCore) -> None:
+    statistics = core.statistics()
+    assert not core.has_work
+    assert (statistics.running, statistics.waiting) == (0, 0)
+    assert statistics.memory.num_used_blocks == 0
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("blocks", [200, 8])
+def test_a_request_gets_what_it_gets_alone(policy: str, blocks: int) -> None:
+    core = make_core(policy, blocks=blocks)
+    requests = [make_request(seed) for seed in range(30)]
+    handles = [core.submit(request) for request in requests]
+    core.run()
+    for request, handle in zip(requests, handles, strict=True):
+        assert tokens_of(handle) == alone(request)
+    assert_empty(core)
+    assert blocks == 200 or core.statistics().steps.preemptions > 0
+    assert core.statistics().memory.reused_tokens > 0
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_any_company_with_cancellations(seed: int) -> None:
+    """A small soak: requests come at random times, some are cancelled, memory is too small."""
+    draw = random.Random(seed)
+    core = make_core(draw.choice(POLICIES), blocks=11, max_concurrency=draw.choice([2, 5]))
+    kept: list[tuple[Request, RequestHandle]] = []
+    cancelled: list[tuple[Request, RequestHandle]] = []
+    for number in range(60):
+        request = make_request(1000 * seed + number)
+        handle = core.submit(request)
+        (cancelled if draw.random() < 0.3 else kept).append((request, handle))
+        for _ in range(draw.randrange(4)):
+            core.step()
+        if cancelled and draw.random() < 0.5:
+            core.cancel(draw.choice(cancelled)[1])
+    for _, handle in cancelled:
+        core.cancel(handle)
+    core.run()
+    for request, handle in kept:
+        assert tokens_of(handle) == alone(request)
+    for request, handle in cancelled:
+        for tokens, whole in zip(tokens_of(handle), alone(request), strict=True):
+            assert tokens == whole[: len(tokens)]
+    assert_empty(core)
+
+
+def test_deltas_spell_the_result() -> None:
+    core = make_core()
+    deltas: list[Delta] = []
+    results: list[RequestResult] = []
+    request = replace(make_request(3), n=3, logprobs=2, sampling=SamplingSettings(temperature=1.0, seed=5))
+    core.submit(request, on_delta=deltas.append, on_result=results.append)
+    core.run()
+    for index, completion in enumerate(results[0].completions):
+        mine = [delta for delta in deltas if delta.choice == index]
+        assert sum((delta.token_ids for delta in mine), ()) == completion.token_ids
+        assert sum((delta.logprobs or () for delta in mine), ()) == completion.logprobs
+        assert [delta.finish_reason for delta in mine[:-1]] == [None] * (len(mine) - 1)
+        assert mine[-1].finish_reason == completion.finish_reason
+
+
+def test_logprobs_are_the_targets_own() -> None:
+    core = make_core("fixed:3")
+    sampling = SamplingSettings(temperature=0.5, top_k=2, logit_bias={1: 3.0}, seed=1)
+    handle = core.submit(Request(prompt_ids=(3, 1), sampling=sampling, max_tokens=12, logprobs=VOCABULARY))
+    core.run()
+    (completion,) = result_of(handle).completions
+    state, table_SV = 4, random_table(VOCABULARY, 0).log()
+    assert completion.logprobs is not None
+    for token, logprob in zip(completion.token_ids, completion.logprobs, strict=True):
+        assert logprob.token_id == token
+        assert logprob.logprob == pytest.approx(float(table_SV[state % 7, token]), abs=1e-5)
+        best_first = table_SV[state % 7].sort(descending=True)
+        assert [token_id for token_id, _ in logprob.top] == best_first.indices.tolist()
+        assert [value for _, value in logprob.top] == pytest.approx(best_first.values.tolist(), abs=1e-5)
+        state += token
+
+
+def test_a_warm_prompt_answers_as_a_cold_one() -> None:
+    core = make_core("fixed:3")
+    request = Request(prompt_ids=(4, 1, 3) * 15, max_tokens=30)
+    cold = core.submit(request)
+    core.run()
+    warm = core.submit(request)
+    core.run()
+    assert result_of(cold).reused_tokens == 0
+    assert result_of(warm).reused_tokens == 32
+    assert tokens_of(warm) == tokens_of(cold)
+    # The last piece of a cold prompt gives its token without a draft; from then on the rounds are the same.
+    counts = [result_of(handle).completions[0].counts for handle in (cold, warm)]
+    assert counts[0] == counts[1]
+
+
+def test_an_answer_is_the_prefix_of_the_next_turn() -> None:
+    core = make_core("fixed:3")
+    first = core.submit(Request(prompt_ids=(4, 1, 3) * 10, max_tokens=20))
+    core.run()
+    answer = tokens_of(first)[0]
+    second = core.submit(Request(prompt_ids=(4, 1, 3) * 10 + answer + (2,), max_tokens=5))
+    core.run()
+    assert result_of(second).reused_tokens == 48
+
+
+def test_namespaces_share_no_prefix() -> None:
+    core = make_core()
+    for namespace in ("x", "y"):
+        handle = core.submit(Request(prompt_ids=(4, 1, 3) * 15, max_tokens=3, prefix_namespace=namespace))
+        core.run()
+        assert result_of(handle).reused_tokens == 0
+
+
+def test_choices_share_their_prompt() -> None:
+    core = make_core("off")
+    core.submit(Request(prompt_ids=(4, 1, 3) * 15, max_tokens=3, n=4))
+    core.run()
+    # 45 tokens once, and for each further choice what two blocks do not hold; the last may go as the anchor of a round.
+    assert 45 + 3 * 12 <= core.statistics().steps.prefill_tokens <= 45 + 3 * 13
+
+
+def test_cancelling_frees_memory_at_once() -> None:
+    core = make_core()
+    handles = [core.submit(Request(prompt_ids=(1,) * 30, max_tokens=50, n=2)) for _ in range(12)]
+    for _ in range(6):
+        core.step()
+    for handle in handles:
+        core.cancel(handle)
+        core.cancel(handle)
+        assert {completion.finish_reason for completion in result_of(handle).completions} == {"cancelled"}
+    assert_empty(core)
+    assert not core.step()
+
+
+def test_a_long_prompt_does_not_hold_up_the_others() -> None:
+    core = make_core("off", max_prefill_tokens=8)
+    first = core.submit(Request(prompt_ids=(1, 2), max_tokens=60))
+    core.step()
+    core.submit(Request(prompt_ids=tuple(i % 5 for i in range(90)), max_tokens=2))
+    short = core.submit(Request(prompt_ids=(3, 2, 1), max_tokens=1))
+    core.step()
+    assert short.is_finished  # it got its share of the step's prompt tokens
+    for _ in range(5):
+        core.step()
+    assert first.choices[0].num_generated == 7  # a token a step, all the while
+
+
+def test_users_take_turns() -> None:
+    core = make_core("off", max_concurrency=1)
+    order: list[str] = []
+    for user, count in (("many", 5), ("one", 1)):
+        for _ in range(count):
+            core.submit(
+                Request(prompt_ids=(1, 2), max_tokens=2, user=user), on_result=lambda _, user=user: order.append(user)
+            )
+    core.run()
+    assert order.index("one") == 1
+
+
+def test_a_stop_string_ends_a_choice_inside_a_block() -> None:
+    tokenizer = character_tokenizer()
+    text_of = tokenizer.decode
+    core = EngineCore(
+        make_target(), make_drafter(), policy=parse_policy("fixed:3"), tokenizer=tokenizer, settings=SMALL
+    )
+    plain = core.submit(Request(prompt_ids=(3, 1), max_tokens=30))
+    core.run()
+    text = result_of(plain).completions[0].text
+    assert text == text_of(tokens_of(plain)[0])
+    stop = text[5:8]
+    stopped = core.submit(Request(prompt_ids=(3, 1), max_tokens=30, stop_strings=(stop,)))
+    core.run()
+    completion = result_of(stopped).completions[0]
+    assert completion.finish_reason == "stop"
+    assert completion.text == text[: text.index(stop)]
+
+
+def test_steps_are_recorded_and_can_be_replayed() -> None:
+    records: list[StepRecord] = []
+    core = EngineCore(
+        make_target(),
+        make_drafter(),
+        policy=parse_policy("delayed"),
+        cost=make_cost(),
+        settings=SMALL,
+        on_step=records.append,
+        clock=lambda: 0.0,  # no time passes: the cost stays as it is
+    )
+    for seed in range(12):
+        core.submit(make_request(seed))
+    core.run()
+    assert len(records) == core.statistics().steps.steps
+    read = [StepRecord.from_dict(record.as_dict()) for record in records]
+    assert core.cost is not None
+    for lengths_R, record in zip(replayed_lengths(read, parse_policy("delayed"), core.cost), records, strict=True):
+        assert lengths_R.tolist() == record.verify_lengths_R.tolist()
+    assert any(record.verify_lengths_R.any() for record in records)
+
+
+def test_measured_steps_correct_the_cost() -> None:
+    ticks = iter(range(10**6))
+    core = EngineCore(
+        make_target(),
+        make_drafter(),
+        policy=parse_policy("delayed"),
+        cost=make_cost(),
+        settings=SMALL,
+        clock=lambda: float(next(ticks)),
+    )
+    core.submit(Request(prompt_ids=(1, 2), max_tokens=50))
+    core.run()
+    assert core.cost is not None
+    assert core.cost.draft_ratio > 1.0  # a tick a draft, where 0.1 was measured
+
+
+def test_what_cannot_work_is_refused() -> None:
+    core = make_core(max_waiting=2, max_length=50)
+    for changes, message in (
+        ({"prompt_ids": (1,) * 50}, "prompt has 50 tokens"),
+        ({"prompt_ids": (VOCABULARY,)}, "outside the vocabulary"),
+        ({"stop_strings": ("a",)}, "stop_strings need a tokenizer"),
+        ({"sampling": SamplingSettings(logit_bias={99: 1.0})}, "logit_bias names"),
+        ({"logprobs": 100}, "logprobs is 100"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            core.submit(Request(**{"prompt_ids": (1,), **changes}))  # type: ignore[arg-type]
+    core.submit(Request(prompt_ids=(1,)))
+    core.submit(Request(prompt_ids=(1,)))
+    with pytest.raises(QueueFull, match="max_waiting is 2"):
+        core.submit(Request(prompt_ids=(1,)))
+    core.run()
+    assert_empty(core)
+
+
+def test_parts_that_do_not_fit_are_refused() -> None:
+    silent = TableDrafter(random_table(VOCABULARY, 1), 3)
+    with pytest.raises(ValueError, match="confidence head"):
+        EngineCore(make_target(), silent, policy=parse_policy("threshold:0.5"))
+    with pytest.raises(ValueError, match="dspark profile"):
+        EngineCore(make_target(), make_drafter(), policy=parse_policy("delayed"))
+    with pytest.raises(ValueError, match="needs a drafter"):
+        EngineCore(make_target(), None, policy=parse_policy("fixed:2"))
+    with pytest.raises(ValueError, match="kv_memory_bytes is 100"):
+        make_core(kv_memory_bytes=100, max_length=None)
+    with pytest.raises(ValueError, match="max_length is 121"):
+        make_core(max_length=121)
+
+
+def test_a_single_token_prompt_and_a_full_context() -> None:
+    core = make_core("fixed:3")
+    handle = core.submit(Request(prompt_ids=(2,), max_tokens=10_000))
+    core.run()
+    (completion,) = result_of(handle).completions
+    assert completion.finish_reason == "length"
+    assert len(completion.token_ids) == CONTEXT - 1
+    assert tokens_of(handle) == alone(Request(prompt_ids=(2,), max_tokens=10_000))
