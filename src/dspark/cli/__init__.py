@@ -35,6 +35,8 @@ COMMANDS = {
     "data": "Regenerate training data: prompts answered by the target itself.",
     "train": "Train a drafter for a target on regenerated data.",
     "calibrate": "Make a drafter's confidences probabilities, and show how true they are.",
+    "profile": "Measure what a step costs on this hardware, for scheduling by load.",
+    "bench": "Measure many requests at once: throughput and speed for each user, by load and policy.",
     "eval": "Measure drafters on prompts: accepted length, acceptance, speed-up, with a report.",
 }
 
@@ -75,7 +77,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         result = build_app(tokens[0] if tokens else None)(tokens, exit_on_error=False, print_error=False)
         sys.stdout.flush()
-    except UnknownCommandError:
+    except UnknownCommandError as error:
+        if tokens[0] in COMMANDS:
+            return _report(tokens, f"{str(error).strip().rstrip('.')} (see `{_command_name(tokens)} --help`)")
         # Cyclopts would import every command to make its suggestion.
         close = get_close_matches(tokens[0], COMMANDS, n=1)
         known = f"did you mean `{close[0]}`?" if close else f"commands are {', '.join(COMMANDS)}"

@@ -6,7 +6,7 @@ The markup is inline in an HTML page whose style sheet is `STYLE`; nothing is lo
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from html import escape
 
@@ -59,6 +59,7 @@ class Chart:
         unit_square: both axes are 0 to 1, with the diagonal drawn (a reliability diagram).
         percent: y is a share, shown in percent.
         from_zero: the y axis begins at 0.
+        doubling: x is above 0, and each doubling of it takes the same room.
     """
 
     title: str
@@ -68,12 +69,14 @@ class Chart:
     unit_square: bool = False
     percent: bool = False
     from_zero: bool = False
+    doubling: bool = False
 
 
 def svg(chart: Chart) -> str:
     """The chart as an ``<svg>`` element; every point has its numbers as a tooltip."""
     points = [point for series in chart.series for point in series.points]
     xs = sorted({point.x for point in points})
+    place: Callable[[float], float] = math.log2 if chart.doubling else float
     if chart.unit_square:
         x_ticks = y_ticks = [0.0, 0.2, 0.4, 0.6, 0.8, 1.0]
         x_low, x_high, y_low, y_high = 0.0, 1.0, 0.0, 1.0
@@ -81,12 +84,13 @@ def svg(chart: Chart) -> str:
         reach = [bound for point in points for bound in (point.y, *(point.interval or ()))]
         y_ticks = _ticks(min([*reach, 0.0]) if chart.from_zero else min(reach, default=0.0), max(reach, default=1.0))
         y_low, y_high = y_ticks[0], y_ticks[-1]
-        x_ticks = xs if len(xs) <= 10 else _ticks(xs[0], xs[-1])
-        margin = 0.06 * (xs[-1] - xs[0] or 1.0) if xs else 1.0
-        x_low, x_high = (xs[0] - margin, xs[-1] + margin) if xs else (0.0, 1.0)
+        x_ticks = xs if len(xs) <= 10 or chart.doubling else _ticks(xs[0], xs[-1])
+        first, last = (place(xs[0]), place(xs[-1])) if xs else (0.0, 1.0)
+        margin = 0.06 * (last - first or 1.0) if xs else 0.0
+        x_low, x_high = first - margin, last + margin
 
     def across(x: float) -> str:
-        return f"{_LEFT + (x - x_low) / (x_high - x_low) * (WIDTH - _LEFT - _RIGHT):.1f}"
+        return f"{_LEFT + (place(x) - x_low) / (x_high - x_low) * (WIDTH - _LEFT - _RIGHT):.1f}"
 
     def down(y: float) -> str:
         return f"{HEIGHT - _BOTTOM - (y - y_low) / (y_high - y_low) * (HEIGHT - _TOP - _BOTTOM):.1f}"
@@ -128,8 +132,8 @@ def svg(chart: Chart) -> str:
                 ends = f'x1="{at_x}" x2="{at_x}" y1="{down(low)}" y2="{down(high)}"'
                 parts.append(f'<line class="range {colour}" {ends}/>')
                 text += f" [{low:.4g}, {high:.4g}]"
-            place = f'class="{colour}" cx="{at_x}" cy="{at_y}" r="3"'
-            parts.append(f"<circle {place}><title>{escape(text)}</title></circle>")
+            circle = f'class="{colour}" cx="{at_x}" cy="{at_y}" r="3"'
+            parts.append(f"<circle {circle}><title>{escape(text)}</title></circle>")
     return "".join([*parts, "</svg>"])
 
 
