@@ -8,7 +8,7 @@ import shutil
 import pytest
 from safetensors.torch import load_file, save_file
 
-from dspark.cli import eval_decoding
+from dspark.engine import answering
 
 TIMES = {
     "seconds", "milliseconds_per_round", "tokens_per_second", "decode_tokens_per_second", "speed_up",
@@ -73,31 +73,50 @@ def test_a_seed_gives_the_same_numbers(evaluate, sampling):
     assert first["arms"][0]["overall"]["identical"] == expected
 
 
-def test_a_killed_evaluation_goes_on_with_the_same_numbers(evaluate, tmp_path, monkeypatch):
-    options = ("--json", "--temperature", 0.9, "--out")
+@pytest.mark.parametrize("concurrency", [1, 2])
+def test_a_killed_evaluation_goes_on_with_the_same_numbers(evaluate, tmp_path, monkeypatch, concurrency):
+    options = ("--json", "--temperature", 0.9, "--coupled", "--concurrency", concurrency, "--out")
     expected = json.loads(evaluate(*options, tmp_path / "whole").out)
-    generate, calls = eval_decoding.generate, []
+    tokens_of, calls = answering.question_token_ids, []
 
     def dying(*arguments, **named):
         calls.append(1)
-        if len(calls) == 6:  # two warm-ups, then the fourth answer
+        if len(calls) == 7:  # two warm-ups, then the fifth question
             raise KeyboardInterrupt
-        return generate(*arguments, **named)
+        return tokens_of(*arguments, **named)
 
-    monkeypatch.setattr(eval_decoding, "generate", dying)
+    monkeypatch.setattr(answering, "question_token_ids", dying)
     killed = evaluate(*options, tmp_path / "killed")
     assert killed.code == 130
     assert "goes on" in killed.err
-    assert json.loads(killed.out)["completed"] == 1
     path = tmp_path / "killed" / "answers.jsonl"
-    assert len(path.read_text().splitlines()) == 3
+    given = len(path.read_text().splitlines())
+    assert 5 - concurrency <= given <= 4  # what is lost is what was being made
     path.write_bytes(path.read_bytes()[:-9])
-    monkeypatch.setattr(eval_decoding, "generate", generate)
+    monkeypatch.setattr(answering, "question_token_ids", tokens_of)
     resumed = json.loads(evaluate(*options, tmp_path / "killed").out)
     assert without_times(resumed) == without_times(expected)
     assert len(resumed["sessions"]) == 2
     third = evaluate(*options, tmp_path / "killed")
     assert json.loads(third.out) == resumed  # nothing is left to answer, so even the times are the same
+
+
+def test_many_at_once_give_the_same_numbers_and_the_throughput(evaluate):
+    sampling = ("--temperature", 0.8, "--coupled", "--thresholds", "0.5")
+    one, many = (json.loads(evaluate("--json", *sampling, "--concurrency", n).out) for n in (1, 3))
+    assert one["speed"] == {"of": "decoding", "concurrency": 1}
+    assert many["speed"] == {"of": "throughput", "concurrency": 3}
+    for report in (one, many):
+        del report["speed"], report["settings"]["concurrency"]
+        del report["reliability"]  # confidences are a drafter's own, and may differ in the last bits
+    assert without_times(many) == without_times(one)
+    overall, alone = many["arms"][0]["overall"], many["target_alone"]["overall"]
+    ratio = overall["tokens_per_second"]["value"] / alone["tokens_per_second"]["value"]
+    assert overall["speed_up"]["value"] == pytest.approx(ratio)
+    assert overall["decode_tokens_per_second"] is None
+    assert one["arms"][0]["overall"]["decode_tokens_per_second"] is not None
+    printed = evaluate(*sampling, "--concurrency", 3).out
+    assert "Speed is throughput at 3 answers at once" in printed
 
 
 def test_another_setting_is_refused(evaluate, tmp_path):
@@ -160,6 +179,7 @@ def test_the_report_does_not_say_where_the_target_lies(evaluate, tiny_target, tm
         (("--thresholds", "a,b"), "--thresholds a,b"),
         (("--draft-tokens", "9"), "1 to 5"),
         (("--max-tokens", "0"), "--max-tokens is 0"),
+        (("--concurrency", "0"), "--concurrency is 0"),
         (("--drafter", "missing"), "no directory missing"),
         (("--limit", "0"), "limit is 0"),
         (("--temperature", "-1"), "temperature"),

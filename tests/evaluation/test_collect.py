@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import json
 import os
+import random
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from dspark.evaluation.collect import Collection, CollectProgress, collect_rounds, halves
+from dspark.evaluation.collect import Collection, CollectProgress, Task, collect_rounds, halves
 from dspark.evaluation.rounds import RoundRecord
 from dspark.files import exclusive
 
@@ -26,26 +28,39 @@ class Killed(Exception):
 
 
 class Source:
-    """Answers of three rounds with a draft and one without; dies before answer number ``dies_at``."""
+    """Answers of three rounds with a draft and one without; dies when ``dies_at`` are kept.
 
-    def __init__(self, dies_at: int | None = None) -> None:
+    ``at_once`` answers are made at a time and end in any order.
+    """
+
+    def __init__(self, dies_at: int | None = None, at_once: int = 1) -> None:
         self.calls: list[tuple[str, float]] = []
         self.dies_at = dies_at
+        self.at_once = at_once
 
-    def __call__(self, prompt_id: str, sampling_temperature: float, random: Callable[[], float]) -> list[RoundRecord]:
-        if len(self.calls) == self.dies_at:
-            raise Killed
-        self.calls.append((prompt_id, sampling_temperature))
+    def __call__(self, tasks: Iterator[Task], keep: Callable[[Task, Sequence[RoundRecord]], None]) -> None:
+        chance, made = random.Random(5), list[Task]()
+        while True:
+            made += islice(tasks, self.at_once - len(made))
+            if not made:
+                return
+            task = made.pop(chance.randrange(len(made)))
+            if len(self.calls) == self.dies_at:
+                raise Killed
+            self.calls.append((task.prompt_id, task.sampling_temperature))
+            keep(task, self.answer(task, task.uniforms(3)))
+
+    def answer(self, task: Task, uniforms: Callable[[], float]) -> list[RoundRecord]:
         return [
             RoundRecord(
-                prompt_id=prompt_id,
+                prompt_id=task.prompt_id,
                 drafted=drafted,
                 verified=drafted,
                 judged=drafted,
                 accepted=0,
                 committed=1,
-                confidence_logits=(random(),) * drafted,
-                sampling_temperature=sampling_temperature,
+                confidence_logits=(uniforms(),) * drafted,
+                sampling_temperature=task.sampling_temperature,
             )
             for drafted in (2, 2, 2, 0)
         ]
@@ -82,6 +97,30 @@ def test_greedy_answers_are_not_repeated_and_sampled_ones_differ(tmp_path: Path)
     assert len({record.confidence_logits for record in sampled}) == len(sampled)
 
 
+@pytest.mark.parametrize("at_once", [2, 5, 30])
+@pytest.mark.parametrize("rounds", [4, 12, 30, 10**6])
+def test_a_collection_is_the_same_however_many_are_answered_at_once(at_once: int, rounds: int, tmp_path: Path) -> None:
+    expected = collect(tmp_path / "one" / "rounds.jsonl", Source(), rounds=rounds)
+    path = tmp_path / "many" / "rounds.jsonl"
+    many = Source(at_once=at_once)
+    assert collect(path, many, rounds=rounds) == expected
+    if rounds == 12:
+        assert 8 < len(many.calls) <= 8 + at_once  # some were begun before it was known that they are not needed
+    again = Source()
+    assert collect(path, again, rounds=rounds).records == expected.records
+    assert again.calls == []
+
+
+@pytest.mark.parametrize("dies_at", [0, 1, 5, 9])
+def test_a_run_that_is_killed_with_many_in_flight_loses_only_these(dies_at: int, tmp_path: Path) -> None:
+    expected = collect(tmp_path / "whole" / "rounds.jsonl", Source(), rounds=30)
+    path = tmp_path / "killed" / "rounds.jsonl"
+    with pytest.raises(Killed):
+        collect(path, Source(dies_at, at_once=6), rounds=30)
+    assert path.read_bytes().count(b'"answer":') == dies_at
+    assert collect(path, Source(at_once=3), rounds=30).records == expected.records
+
+
 @pytest.mark.parametrize("dies_at", [0, 1, 5])
 @pytest.mark.parametrize("tear", ["nothing", "half a line", "half an answer"])
 def test_a_killed_run_goes_on_to_the_same_rounds(dies_at: int, tear: str, tmp_path: Path) -> None:
@@ -112,9 +151,9 @@ from pathlib import Path
 from tests.evaluation.test_collect import Source, collect
 
 class Slow(Source):
-    def __call__(self, *arguments):
+    def answer(self, *arguments):
         time.sleep(0.02)
-        return super().__call__(*arguments)
+        return super().answer(*arguments)
 
 collect(Path(sys.argv[1]), Slow(), rounds=300)
 """
@@ -151,8 +190,8 @@ def test_answers_without_a_round_are_counted_when_the_file_is_taken_up(tmp_path:
     class Silent(Source):
         """Ends every other answer at once."""
 
-        def __call__(self, prompt_id: str, sampling_temperature: float, random: Callable[[], float]) -> Any:
-            return super().__call__(prompt_id, sampling_temperature, random) if random() < 0.5 else []
+        def answer(self, task: Task, uniforms: Callable[[], float]) -> list[RoundRecord]:
+            return super().answer(task, uniforms) if uniforms() < 0.5 else []
 
     options: dict[str, Any] = {"sampling_temperatures": (1.0,)}
     expected = collect(tmp_path / "whole" / "rounds.jsonl", Silent(), rounds=60, **options)
@@ -199,7 +238,17 @@ def test_one_process_at_a_time(tmp_path: Path) -> None:
 def test_the_first_line_holds_the_settings(tmp_path: Path) -> None:
     collect(tmp_path / "rounds.jsonl", Source())
     with (tmp_path / "rounds.jsonl").open() as lines:
-        assert json.loads(next(lines)) == {"settings": {"target": {"name": "tiny"}, "sizes": [1, 2]}}
+        assert json.loads(next(lines)) == {"settings": {"target": {"name": "tiny"}, "sizes": [1, 2]}, "format": 2}
+
+
+def test_a_file_of_another_version_is_refused_and_left_alone(tmp_path: Path) -> None:
+    path = tmp_path / "rounds.jsonl"
+    collect(path, Source())
+    old = path.read_text().replace(', "format": 2', "")
+    path.write_text(old)
+    with pytest.raises(ValueError, match="kept by another version of dspark; delete the file"):
+        collect(path, Source())
+    assert path.read_text() == old
 
 
 def test_halves_split_prompts_within_domains() -> None:

@@ -36,6 +36,7 @@ SETTINGS = {
     "temperature": 0.0,
     "coupled": False,
     "max_tokens": 8,
+    "concurrency": 1,
     "seed": 0,
 }
 

@@ -1,25 +1,14 @@
-"""Records of rounds: from events, to lines and back, to arrays."""
+"""Records of rounds: to lines and back, to arrays."""
 
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import pytest
 
-from dspark.evaluation.rounds import RoundRecord, judged_rounds, round_records
-
-
-@dataclass(frozen=True)
-class Event:
-    token_ids: tuple[int, ...]
-    accepted: int
-    drafted: int
-    verified: int
-    judged: int
-    confidence_logits: tuple[float, ...] | None
+from dspark.evaluation.rounds import RoundRecord, judged_rounds
 
 
 def record(**changes: Any) -> RoundRecord:
@@ -36,23 +25,15 @@ def record(**changes: Any) -> RoundRecord:
     return RoundRecord(**content | changes)
 
 
-def test_the_token_of_the_prompt_is_no_round() -> None:
-    events = [Event((5,), 0, 0, 0, 0, None), Event((6, 7), 1, 3, 3, 3, (0.5, -1.0, 2.0)), Event((8,), 0, 0, 0, 0, None)]
-    records = round_records(events, prompt_id="math/1", sampling_temperature=0.7)
-    assert records[0] == record()
-    assert [one.drafted for one in records] == [3, 0]
-    assert judged_rounds(records, 3).accepted_N.tolist() == [1]
-
-
 def test_lines_come_back() -> None:
     for one in (
         record(),
         record(confidence_logits=None),
         record(drafted=5, verified=2, judged=2, confidence_logits=None),
     ):
-        line = one.to_line(last=True)
+        line = one.to_line(answer=3)
         assert line.endswith("\n")
-        assert json.loads(line)["last"] is True
+        assert json.loads(line)["answer"] == 3
         assert RoundRecord.from_json(json.loads(line)) == one
 
 

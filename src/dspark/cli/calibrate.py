@@ -60,6 +60,9 @@ def calibrate(
         int,
         Parameter(group=RUN, help="Rounds to collect at each sampling temperature; half of them check the fit."),
     ] = 8000,
+    concurrency: Annotated[
+        int, Parameter(group=RUN, help="Answers made at once. More is faster, and takes more memory.")
+    ] = 16,
     rounds_file: Annotated[
         Path | None,
         Parameter(
@@ -97,7 +100,7 @@ def calibrate(
     - `dspark calibrate --target TARGET --drafter DRAFTER --prompts held-out.jsonl`
     - `dspark calibrate --out calibrated` for the drafter that comes with the package
 
-    Ctrl-C or a crash loses nothing but the answer that was being made: the same command goes on.
+    Ctrl-C or a crash loses nothing but the answers that were being made: the same command goes on.
     """
     from dspark.calibration.judged_rounds import joined
     from dspark.calibration.offset import fit_offset
@@ -113,6 +116,8 @@ def calibrate(
     sampling_temperatures = _sampling_temperatures(temperatures)
     if rounds < 1 or max_tokens < 2:
         raise ValueError("--rounds must be at least 1 and --max-tokens at least 2")
+    if concurrency < 1:
+        raise ValueError(f"--concurrency is {concurrency}; it must be at least 1")
     chosen = calibration_prompts(prompts, forbid)
     name = EMBEDDED if drafter is None else drafter
     if out is None and name == EMBEDDED:
@@ -137,6 +142,7 @@ def calibrate(
         sampling_temperatures=sampling_temperatures,
         rounds=rounds,
         seed=seed,
+        concurrency=concurrency,
         settings=settings,
         quiet=json,
     )

@@ -6,7 +6,7 @@ import hashlib
 import json
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.resources import as_file, files
 from pathlib import Path
@@ -15,7 +15,8 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from dspark.cli.models import Models
     from dspark.cli.prompts import Prompt
-    from dspark.evaluation.collect import Collection, CollectProgress
+    from dspark.evaluation.collect import Collection, CollectProgress, Task
+    from dspark.evaluation.questions import Conversation
     from dspark.evaluation.rounds import RoundRecord
 
 __all__ = ["RoundSource", "calibration_prompts", "collect", "note"]
@@ -25,52 +26,62 @@ SECONDS_BETWEEN_LINES = 15.0
 
 @dataclass(frozen=True, kw_only=True)
 class RoundSource:
-    """Answers prompts with the models, every draft verified to its end."""
+    """Answers prompts with the models, every draft verified to its end, as the collector's `AnswerTasks` callable."""
 
     models: Models
     prompts: Mapping[str, Prompt]
     max_tokens: int
+    seed: int
+    concurrency: int
 
-    def __call__(
-        self, prompt_id: str, sampling_temperature: float, random: Callable[[], float]
-    ) -> Sequence[RoundRecord]:
-        from dspark.cli.prompts import chat_token_ids
-        from dspark.decoding.settings import SamplingSettings
-        from dspark.engine.generation import generate
-        from dspark.evaluation.rounds import round_records
+    def __call__(self, tasks: Iterator[Task], keep: Callable[[Task, Sequence[RoundRecord]], None]) -> None:
+        from dspark.engine.answering import answer_conversations
+        from dspark.scheduling import Fixed
 
-        target, prompt = self.models.target, self.prompts[prompt_id]
-        messages = _system_message(prompt)
-        records: list[RoundRecord] = []
-        for turn in prompt.turns:
-            messages.append({"role": "user", "content": turn})
-            prompt_ids = chat_token_ids(target.tokenizer, messages)
-            if len(prompt_ids) >= target.model.config.max_position_embeddings:
-                break  # the conversation has filled the context; what it gave so far is good
-            events = list(
-                generate(
-                    target.model,
-                    self.models.drafter,
-                    prompt_ids,
-                    SamplingSettings(temperature=sampling_temperature),
-                    max_tokens=self.max_tokens,
-                    stop_token_ids=target.stop_token_ids,
-                    tokenizer=target.tokenizer,
-                    random=random,
-                )
-            )
-            records += round_records(events, prompt_id=prompt_id, sampling_temperature=sampling_temperature)
-            assert events[-1].result is not None, "generation ended without a result"
-            messages.append({"role": "assistant", "content": events[-1].result.text})
-        return records
+        assert self.models.drafter is not None
+        answer_conversations(
+            (self._conversation(task, keep) for task in tasks),
+            self.models.target,
+            self.models.drafter,
+            policy=Fixed(length=self.models.drafter.block_size),
+            concurrency=self.concurrency,
+            max_tokens=self.max_tokens,
+        )
 
     def fits(self, prompt_id: str) -> bool:
         """Whether the target's context has room for an answer to the first turn."""
-        from dspark.cli.prompts import chat_token_ids
+        from dspark.engine.answering import question_token_ids
+        from dspark.evaluation.questions import DoesNotFit
 
-        target, prompt = self.models.target, self.prompts[prompt_id]
+        prompt = self.prompts[prompt_id]
         messages = [*_system_message(prompt), {"role": "user", "content": prompt.turns[0]}]
-        return len(chat_token_ids(target.tokenizer, messages)) < target.model.config.max_position_embeddings
+        try:
+            question_token_ids(self.models.target, messages, max_tokens=self.max_tokens)
+        except DoesNotFit:
+            return False
+        return True
+
+    def _conversation(self, task: Task, keep: Callable[[Task, Sequence[RoundRecord]], None]) -> Conversation:
+        from dspark.decoding.settings import SamplingSettings
+        from dspark.evaluation.questions import DoesNotFit, Question
+
+        prompt, random = self.prompts[task.prompt_id], task.uniforms(self.seed)
+        messages = _system_message(prompt)
+        rounds: list[RoundRecord] = []
+        for turn in prompt.turns:
+            messages.append({"role": "user", "content": turn})
+            try:
+                answer = yield Question(
+                    prompt_id=task.prompt_id,
+                    messages=tuple(messages),
+                    sampling=SamplingSettings(temperature=task.sampling_temperature),
+                    random=random,
+                )
+            except DoesNotFit:
+                break  # the conversation has filled the context; what it gave so far is good
+            rounds += answer.rounds
+            messages.append({"role": "assistant", "content": answer.text})
+        keep(task, rounds)
 
 
 def _system_message(prompt: Prompt) -> list[dict[str, str]]:
@@ -85,6 +96,7 @@ def collect(
     sampling_temperatures: tuple[float, ...],
     rounds: int,
     seed: int,
+    concurrency: int,
     settings: Mapping[str, Any],
     quiet: bool,
 ) -> Collection:
@@ -95,10 +107,13 @@ def collect(
     """
     from dspark.evaluation.collect import collect_rounds
 
-    source = RoundSource(models=models, prompts=prompts, max_tokens=settings["max_tokens"])
+    source = RoundSource(
+        models=models, prompts=prompts, max_tokens=settings["max_tokens"], seed=seed, concurrency=concurrency
+    )
     fitting = [prompt_id for prompt_id in prompts if source.fits(prompt_id)]
     if len(fitting) < len(prompts):
-        note(f"note: {len(prompts) - len(fitting)} of {len(prompts)} prompts fill the target's context: left out")
+        left_out = f"{len(prompts) - len(fitting)} of {len(prompts)} prompts"
+        note(f"note: {left_out} leave no room for an answer in the target's context: left out")
     try:
         collection = collect_rounds(
             path,
@@ -158,10 +173,13 @@ class _LineDisplay:
 
     def __init__(self) -> None:
         self._printed_at = 0.0
+        self._is_done = False
 
     def __call__(self, progress: CollectProgress) -> None:
-        done = all(count >= progress.wanted for count in progress.rounds.values())
-        if done or time.monotonic() - self._printed_at >= SECONDS_BETWEEN_LINES:
+        if self._is_done:
+            return  # what else was being made only comes to its end
+        self._is_done = all(count >= progress.wanted for count in progress.rounds.values())
+        if self._is_done or time.monotonic() - self._printed_at >= SECONDS_BETWEEN_LINES:
             self._printed_at = time.monotonic()
             counts = ", ".join(
                 f"{min(count, progress.wanted):,} at temperature {one:g}" for one, count in progress.rounds.items()

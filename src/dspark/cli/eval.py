@@ -5,17 +5,13 @@ from __future__ import annotations
 import json as jsonlib
 import sys
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 from cyclopts import Group, Parameter
-from rich.box import SIMPLE_HEAD
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
-from rich.table import Table as RichTable
 
 from dspark.cli.options import (
-    EMBEDDED,
     MODELS,
     OUTPUT,
     PROMPT,
@@ -29,6 +25,7 @@ from dspark.cli.options import (
 )
 
 if TYPE_CHECKING:
+    from dspark.cli.eval_decoding import ArmDecoder
     from dspark.drafters.registry import TrainableDrafter
     from dspark.evaluation.benchmarks import EvaluationPrompt
     from dspark.evaluation.plan import Arm, DrafterFacts
@@ -36,11 +33,7 @@ if TYPE_CHECKING:
 
 SWEEPS = Group("Sweeps", sort_key=4)
 
-REPORT_FILE = "report.json"
-PAGE_FILE = "report.html"
 WARM_UP_TOKENS = 8
-PIPED_WIDTH = 140
-"""Columns of tables that go to a file."""
 
 
 def eval(
@@ -88,6 +81,14 @@ def eval(
         int, Parameter(group=SAMPLING, help="Of everything that is drawn: prompts, samples, intervals.")
     ] = 0,
     max_tokens: MaxTokensOption = 256,
+    concurrency: Annotated[
+        int,
+        Parameter(
+            group=SAMPLING,
+            help="Answers made at once. 1 measures what speculation is worth to a single user, more what it does for"
+            " the throughput of so many.",
+        ),
+    ] = 1,
     baseline: Annotated[
         bool, Parameter(group=MODELS, help="Answer every prompt without speculation too, for the speed-up.")
     ] = True,
@@ -101,43 +102,47 @@ def eval(
         Path | None,
         Parameter(
             group=OUTPUT,
-            help=f"Directory for the answers, {REPORT_FILE} and {PAGE_FILE}; the same command goes on where it was.",
+            help="Directory for the answers, report.json and report.html; the same command goes on where it was.",
         ),
     ] = None,
     json: JsonOption = False,
 ) -> int:
     """Measure drafters on prompts: accepted length, acceptance by position, speed-up, by benchmark and domain.
 
-    Every prompt is answered by the target alone and with every drafter, side by side. Counts are pooled over all rounds
-    of all prompts; intervals are 95 % over prompts. With --out it can be interrupted and goes on where it was, and
-    there is a page with the figures.
+    Every prompt is answered by the target alone and with every drafter. Counts are pooled over all rounds of all
+    prompts, and are the same whatever the --concurrency; intervals are 95 % over prompts. With --out it can be
+    interrupted and goes on where it was, and there is a page with the figures.
 
     ```
     dspark eval
     dspark eval --prompts gsm8k,humaneval,mt-bench --benchmarks DIRECTORY --limit 50 --out evaluations/first
     dspark eval --target path/to/model --drafter two=runs/two/drafter --drafter five=runs/five/drafter
     dspark eval --thresholds 0,0.2,0.4,0.6,0.8 --draft-tokens 1,3,5,7 --out evaluations/sweeps
+    dspark eval --concurrency 16
     ```
 
     Benchmarks: gsm8k, math500, aime25, mbpp, humaneval, livecodebench, mt-bench (all turns), alpaca, arena-hard-v2.
     """
+    from dspark.cli.eval_drafters import drafter_facts, named_drafters, open_drafters
     from dspark.cli.models import open_target, target_name
     from dspark.decoding.settings import SamplingSettings
     from dspark.evaluation.benchmarks import load_prompts
     from dspark.evaluation.plan import evaluation_arms
 
-    named = _named_drafters(drafter, target)
+    named = named_drafters(drafter, target)
     SamplingSettings(temperature=temperature)
     if coupled and temperature == 0:
         raise ValueError("--coupled needs --temperature above 0: a greedy output is the same either way")
     if max_tokens < 1:
         raise ValueError(f"--max-tokens is {max_tokens}; it must be at least 1")
+    if concurrency < 1:
+        raise ValueError(f"--concurrency is {concurrency}; it must be at least 1")
     threshold_values = _numbers("--thresholds", thresholds, float)
     length_values = _numbers("--draft-tokens", draft_tokens, int)
     chosen = load_prompts(prompts, limit=limit, seed=seed, directory=benchmarks)
     loaded = open_target(target, dtype=dtype, device=device)
-    drafters = _open_drafters(named, loaded)
-    facts = [_facts(label, opened, temperature) for label, opened in drafters.items()]
+    drafters = open_drafters(named, loaded)
+    facts = [drafter_facts(label, opened, temperature) for label, opened in drafters.items()]
     arms = evaluation_arms(facts, baseline=baseline, thresholds=threshold_values, draft_tokens=length_values)
     settings: dict[str, Any] = {
         "target": target_name(loaded),
@@ -150,6 +155,7 @@ def eval(
         "coupled": coupled,
         "seed": seed,
         "max_tokens": max_tokens,
+        "concurrency": concurrency,
         "baseline": baseline,
     }
     return _evaluate(loaded, drafters, facts, arms, chosen, settings, out=out, json=json)
@@ -166,8 +172,11 @@ def _evaluate(
     out: Path | None,
     json: bool,
 ) -> int:
+    from rich.console import Console
+
     from dspark.cli import EXIT_INTERRUPTED, EXIT_OK
-    from dspark.cli.eval_decoding import RequestDecoder
+    from dspark.cli.eval_decoding import ArmDecoder
+    from dspark.cli.eval_display import PAGE_FILE, REPORT_FILE, answers_progress, show_report
     from dspark.evaluation.answers import AnswerLog
     from dspark.evaluation.benchmarks import prompts_digest
     from dspark.evaluation.page import report_page
@@ -176,12 +185,8 @@ def _evaluate(
     from dspark.files import write_json, write_text
     from dspark.training.provenance import provenance
 
-    decoder = RequestDecoder(
-        target=target,
-        drafters=drafters,
-        temperature=settings["temperature"],
-        coupled=settings["coupled"],
-        max_tokens=settings["max_tokens"],
+    decoder = ArmDecoder(
+        target=target, drafters=drafters, concurrency=settings["concurrency"], max_tokens=settings["max_tokens"]
     )
     identity = {
         **settings,
@@ -194,7 +199,7 @@ def _evaluate(
     with AnswerLog.opened(out, identity) as log:
         left, given = questions_left(prompts, arms, log), len(log.records)
         try:
-            with _progress(console) as progress:
+            with answers_progress(console) as progress:
                 bar = progress.add_task("answers", total=given + left, completed=given)
                 if left:
                     log.start_session(provenance())
@@ -204,7 +209,10 @@ def _evaluate(
                     arms,
                     decoder,
                     log,
+                    temperature=settings["temperature"],
+                    coupled=settings["coupled"],
                     seed=settings["seed"],
+                    in_turns=settings["concurrency"] == 1,
                     on_answer=lambda record: progress.advance(bar),
                 )
         except KeyboardInterrupt:
@@ -225,63 +233,11 @@ def _evaluate(
     if json:
         print(jsonlib.dumps(report))
     else:
-        _print(report, out)
+        show_report(report, out)
     if interrupted:
         print("interrupted" + ("" if out is None else ": the same command goes on from here"), file=sys.stderr)
         return EXIT_INTERRUPTED
     return EXIT_OK
-
-
-def _named_drafters(given: Sequence[str], target: str) -> dict[str, str]:
-    """Directory (or `embedded`) of every drafter, by label. Raises ValueError before anything is loaded."""
-    if not given:
-        if target != EMBEDDED:
-            raise ValueError(f"--target {target} needs a drafter that was trained for it: give --drafter DIRECTORY")
-        given = (EMBEDDED,)
-    named: dict[str, str] = {}
-    for spec in given:
-        label, separator, place = spec.partition("=")
-        if not separator or Path(spec).exists():
-            label, place = _label(spec), spec
-        if place != EMBEDDED and not Path(place).is_dir():
-            raise ValueError(
-                f"--drafter {spec}: no directory {place}; a drafter is a directory with config.json and "
-                "model.safetensors"
-            )
-        if not label or label in named:
-            raise ValueError(f"--drafter {spec}: every drafter needs a name of its own, give it as LABEL={place}")
-        named[label] = place
-    return named
-
-
-def _label(place: str) -> str:
-    """A run's drafter is called after the run, any other directory by its own name."""
-    path = Path(place).resolve()
-    return place if place == EMBEDDED else path.parent.name if path.name == "drafter" else path.name
-
-
-def _open_drafters(named: Mapping[str, str], target: LoadedTarget) -> dict[str, TrainableDrafter]:
-    from dspark.cli.models import open_drafter
-
-    return {label: open_drafter(place, target) for label, place in named.items()}
-
-
-def _facts(label: str, drafter: TrainableDrafter, temperature: float) -> DrafterFacts:
-    from dspark.drafters.calibration_file import drafter_fingerprint
-    from dspark.drafters.registry import drafter_kind
-    from dspark.evaluation.plan import DrafterFacts
-
-    temperatures = drafter.calibration.at(temperature) if drafter.calibration is not None else ()
-    return DrafterFacts(
-        label=label,
-        kind=drafter_kind(drafter.config),
-        num_layers=drafter.config.num_hidden_layers,
-        block_size=drafter.block_size,
-        parameters=sum(parameter.numel() for parameter in drafter.parameters() if parameter.requires_grad),
-        has_confidence_head=drafter.has_confidence_head,
-        fingerprint=drafter_fingerprint(drafter),
-        temperatures=temperatures or None,
-    )
 
 
 def _numbers(option: str, text: str | None, kind: type) -> tuple[Any, ...]:
@@ -299,57 +255,17 @@ def _prompts_line(prompts: str) -> str:
     return ",".join(Path(part.strip()).name or part for part in prompts.split(","))
 
 
-def _warm_up(decoder: Any, arms: Sequence[Arm]) -> None:
-    from dspark.evaluation.runner import Question
+def _warm_up(decoder: ArmDecoder, arms: Sequence[Arm]) -> None:
+    """Pay for first-time work (allocations, kernel selection) outside the measurement."""
+    from dspark.decoding.settings import SamplingSettings
+    from dspark.evaluation.questions import Conversation, Question
 
-    for arm in arms:
+    def hello() -> Conversation:
         message = {"role": "user", "content": "Hello"}
-        decoder.warm_up(
-            Question(arm=arm, prompt_id="warm-up", messages=(message,), random_seed=0), max_tokens=WARM_UP_TOKENS
+        yield Question(
+            prompt_id="warm-up", messages=(message,), sampling=SamplingSettings(temperature=0.0), random=lambda: 0.5
         )
 
-
-def _progress(console: Console) -> Progress:
-    return Progress(
-        TextColumn("{task.description}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeElapsedColumn(),
-        TimeRemainingColumn(),
-        console=console,
-        disable=console.quiet,
-    )
-
-
-def _print(report: Mapping[str, Any], out: Path | None) -> None:
-    from dspark.evaluation.tables import report_tables
-
-    console = Console(highlight=False, emoji=False, markup=False)
-    if not console.is_terminal:
-        console.width = max(console.width, PIPED_WIDTH)
-    one_drafter = len(report["drafters"]) == 1
-    for table in report_tables(report):
-        shown = RichTable(
-            title=table.title,
-            caption=table.note or None,
-            title_justify="left",
-            caption_justify="left",
-            box=SIMPLE_HEAD,
-            padding=(0, 1, 0, 0),
-        )
-        # A column that says the same in every row says nothing.
-        first = 1 if one_drafter and len({row[0] for row in table.rows}) <= 1 else 0
-        for column in table.columns[first:]:
-            shown.add_column(column)
-        previous = ""
-        for row in table.rows:
-            cells = row[first:]
-            shown.add_row("" if cells[0] == previous else cells[0], *cells[1:])
-            previous = cells[0]
-        console.print(shown)
-    for name, reason in report["skipped"].items():
-        console.print(f"left out {name}: {reason}")
-    if report["completed"] + len(report["skipped"]) < report["prompts"]:
-        console.print(f"{report['completed']} of {report['prompts']} prompts were answered in every way")
-    if out is not None:
-        console.print(f"report: {out / PAGE_FILE}, numbers: {out / REPORT_FILE}")
+    short = replace(decoder, max_tokens=min(WARM_UP_TOKENS, decoder.max_tokens))
+    for arm in arms:
+        short(arm, iter([hello()]))

@@ -1,80 +1,51 @@
-"""Answering the questions of an evaluation by the engine, one request at a time."""
+"""How the arms of an evaluation decode: which drafter and which policy, by the engine."""
 
 from __future__ import annotations
 
-import random
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 
-from dspark.cli.prompts import chat_token_ids
-from dspark.decoding.settings import SamplingSettings
 from dspark.drafters.registry import TrainableDrafter
-from dspark.engine.generation import generate
-from dspark.engine.speculation import SpeculationSettings
-from dspark.evaluation.answers import Answer, Timing
-from dspark.evaluation.rounds import round_records
-from dspark.evaluation.runner import DoesNotFit, Question
+from dspark.engine.answering import answer_conversations
+from dspark.evaluation.plan import Arm
+from dspark.evaluation.questions import Conversation
 from dspark.models.loading import LoadedTarget
+from dspark.scheduling import Fixed, Off, Policy, Threshold
 
-__all__ = ["RequestDecoder"]
+__all__ = ["ArmDecoder"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class RequestDecoder:
-    """Answers questions as the evaluation's `Decode` callable.
+class ArmDecoder:
+    """Leads the conversations of an arm, as the evaluation's `Lead` callable.
 
     Attributes:
         drafters: by label.
-        coupled: draw by seeded coupling, so that an output does not depend on speculation; else by the p/q rule.
+        concurrency: answers made at once.
+        max_tokens: of an answer.
     """
 
     target: LoadedTarget
     drafters: Mapping[str, TrainableDrafter]
-    temperature: float
-    coupled: bool
+    concurrency: int
     max_tokens: int
 
-    def __call__(self, question: Question) -> Answer:
-        """Answer one question. Raises DoesNotFit when prompt and answer do not fit into the context."""
-        target, arm = self.target, question.arm
-        prompt_ids = chat_token_ids(target.tokenizer, question.messages)
-        context = target.model.config.max_position_embeddings
-        if len(prompt_ids) + self.max_tokens > context:
-            raise DoesNotFit(
-                f"{len(prompt_ids)} tokens of conversation and {self.max_tokens} of answer, but the target's context "
-                f"has {context}"
-            )
-        events = list(
-            generate(
-                target.model,
-                None if arm.drafter is None else self.drafters[arm.drafter],
-                prompt_ids,
-                SamplingSettings(temperature=self.temperature, seed=question.random_seed if self.coupled else None),
-                max_tokens=self.max_tokens,
-                stop_token_ids=target.stop_token_ids,
-                random=random.Random(question.random_seed).random,
-                speculation=SpeculationSettings(max_draft_tokens=arm.draft_tokens, confidence_threshold=arm.threshold),
-            )
-        )
-        result = events[-1].result
-        assert result is not None, "generation ended without a result"
-        text: str = target.tokenizer.decode(result.token_ids, skip_special_tokens=True)
-        return Answer(
-            text=text,
-            token_ids=result.token_ids,
-            finish_reason=result.finish_reason,
-            prompt_tokens=result.prompt_tokens,
-            timing=Timing(
-                total=result.seconds,
-                prefill=result.prefill_seconds,
-                draft=result.draft_seconds,
-                schedule=result.schedule_seconds,
-                verify=result.verify_seconds,
-                commit=result.commit_seconds,
-            ),
-            rounds=tuple(round_records(events, prompt_id=question.prompt_id, sampling_temperature=self.temperature)),
+    def __call__(self, arm: Arm, conversations: Iterator[Conversation]) -> None:
+        """Answer them all."""
+        drafter = None if arm.drafter is None else self.drafters[arm.drafter]
+        answer_conversations(
+            conversations,
+            self.target,
+            drafter,
+            policy=_policy(arm, drafter),
+            concurrency=self.concurrency,
+            max_tokens=self.max_tokens,
         )
 
-    def warm_up(self, question: Question, *, max_tokens: int) -> None:
-        """Pay for first-time work (allocations, kernel selection) outside the measurement."""
-        replace(self, max_tokens=min(max_tokens, self.max_tokens))(question)
+
+def _policy(arm: Arm, drafter: TrainableDrafter | None) -> Policy:
+    if drafter is None:
+        return Off()
+    if arm.threshold is not None:
+        return Threshold(confidence=arm.threshold)
+    return Fixed(length=drafter.block_size if arm.draft_tokens is None else arm.draft_tokens)

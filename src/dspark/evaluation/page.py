@@ -25,7 +25,7 @@ def report_page(report: Mapping[str, Any]) -> str:
         f"{report['completed']} prompts ({settings['prompts']})",
         f"target {settings['target']} in {settings['dtype']} on {settings['device']}",
         sampling,
-        f"at most {settings['max_tokens']} tokens an answer",
+        f"at most {settings['max_tokens']} tokens an answer, {report['speed']['concurrency']} at once",
         f"seed {settings['seed']}",
     ]
     body = [f"<p>{escape('; '.join(facts))}.</p>"]

@@ -40,7 +40,7 @@ def build_report(
     return {
         "settings": dict(settings),
         "drafters": [drafter.to_json() for drafter in drafters],
-        **summarise(prompts, arms, records, repeatable=repeatable, seed=seed),
+        **summarise(prompts, arms, records, repeatable=repeatable, seed=seed, concurrency=settings["concurrency"]),
         "reliability": {
             drafter.label: reliability(drafter, rounds_of(bases[drafter.label].label, complete, answers))
             for drafter in drafters

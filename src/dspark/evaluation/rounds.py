@@ -5,38 +5,16 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
 from dspark.calibration.judged_rounds import JudgedRounds
 
-__all__ = ["RoundOutcome", "RoundRecord", "judged_rounds", "round_records"]
-
-
-class RoundOutcome(Protocol):
-    """The part of an engine's round event that a record keeps."""
-
-    @property
-    def token_ids(self) -> tuple[int, ...]: ...
-
-    @property
-    def accepted(self) -> int: ...
-
-    @property
-    def drafted(self) -> int: ...
-
-    @property
-    def verified(self) -> int: ...
-
-    @property
-    def judged(self) -> int: ...
-
-    @property
-    def confidence_logits(self) -> tuple[float, ...] | None: ...
+__all__ = ["RoundRecord", "judged_rounds"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -122,29 +100,6 @@ class RoundRecord:
     def to_line(self, **more: Any) -> str:
         """A JSONL line with its line break; ``more`` are keys beside the record's own."""
         return json.dumps(self.to_json() | more, ensure_ascii=False, separators=(",", ":")) + "\n"
-
-
-def round_records(events: Iterable[RoundOutcome], *, prompt_id: str, sampling_temperature: float) -> list[RoundRecord]:
-    """Records of the rounds of one answer.
-
-    Args:
-        events: what ``generate`` yields, all of it: its first event commits the token that comes out of the prompt's
-            own pass, which is no round.
-    """
-    return [
-        RoundRecord(
-            prompt_id=prompt_id,
-            drafted=event.drafted,
-            verified=event.verified,
-            judged=event.judged,
-            accepted=event.accepted,
-            committed=len(event.token_ids),
-            confidence_logits=event.confidence_logits,
-            sampling_temperature=sampling_temperature,
-        )
-        for number, event in enumerate(events)
-        if number > 0
-    ]
 
 
 def judged_rounds(records: Sequence[RoundRecord], block_size: int) -> JudgedRounds:

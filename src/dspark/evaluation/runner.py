@@ -1,61 +1,76 @@
-"""Answer every prompt in every arm, side by side, and keep what was answered."""
+"""Answer every prompt in every arm, and keep what was answered."""
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+import random
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
-from dspark.evaluation.answers import Answer, AnswerLog, Record
+from dspark.decoding.settings import SamplingSettings
+from dspark.evaluation.answers import AnswerLog, Record
 from dspark.evaluation.benchmarks import EvaluationPrompt
 from dspark.evaluation.plan import Arm
+from dspark.evaluation.questions import Conversation, DoesNotFit, Question
 
-__all__ = ["Decode", "DoesNotFit", "Question", "answer_prompts", "arm_order", "questions_left"]
+__all__ = ["Lead", "answer_prompts", "arm_order", "questions_left"]
 
-
-class DoesNotFit(ValueError):
-    """A conversation has no room for an answer in the target's context; says how much there is."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Question:
-    """One answer that is asked for.
-
-    Attributes:
-        messages: the conversation so far, ``{"role", "content"}`` each, a user's message last.
-        random_seed: for whatever is drawn; a function of the evaluation's seed, the prompt and the turn, so the same in
-            every arm.
-    """
-
-    arm: Arm
-    prompt_id: str
-    messages: tuple[Mapping[str, str], ...]
-    random_seed: int
-
-
-Decode = Callable[[Question], Answer]
-"""Gives the answer to a question, or raises `DoesNotFit`."""
+Lead = Callable[[Arm, Iterator[Conversation]], None]
+"""Leads conversations to their end, with everything decoded as the arm says; several at a time if it likes."""
 
 
 def answer_prompts(
     prompts: Sequence[EvaluationPrompt],
     arms: Sequence[Arm],
-    decode: Decode,
+    lead: Lead,
     log: AnswerLog,
     *,
+    temperature: float,
+    coupled: bool,
     seed: int,
+    in_turns: bool = True,
     on_answer: Callable[[Record], None] = lambda record: None,
 ) -> None:
     """Fill ``log`` with the answers that it lacks; an interrupted call goes on where it was.
 
-    A prompt is answered in every arm before the next one is begun, so that all arms see the machine in the same
-    condition. A conversation goes on with the arm's own answers. A prompt with a turn that does not fit is recorded as
-    skipped with the reason.
+    A conversation goes on with the arm's own answers. A prompt with a turn that does not fit is recorded as skipped
+    with the reason, and not asked any further.
+
+    Args:
+        temperature: of sampling.
+        coupled: draw by seeded coupling, so that an output does not depend on speculation; else by the p/q rule.
+        seed: of whatever is drawn; what is drawn for a question depends on it, the prompt and the turn alone.
+        in_turns: answer a prompt in every arm before the next one is begun, so that all arms see the machine in the
+            same condition; else an arm answers all prompts before the next arm begins.
     """
-    for index, prompt in enumerate(prompts):
+    skipped = {record.prompt_id for record in log.records if record.answer is None}
+
+    def keep(record: Record) -> None:
+        log.add(record)
+        if record.answer is None:
+            skipped.add(record.prompt_id)
+        on_answer(record)
+
+    def conversation(prompt: EvaluationPrompt, arm: Arm) -> Conversation:
+        messages: list[Mapping[str, str]] = []
+        if prompt.system is not None:
+            messages.append({"role": "system", "content": prompt.system})
+        for turn, text in enumerate(prompt.turns):
+            messages.append({"role": "user", "content": text})
+            record = log.get(arm.label, prompt.id, turn)
+            answer = None if record is None else record.answer
+            if answer is None:
+                try:
+                    answer = yield _question(prompt.id, turn, messages, temperature, coupled, seed)
+                except DoesNotFit as error:
+                    keep(Record(arm=arm.label, prompt_id=prompt.id, turn=turn, skipped=str(error)))
+                    return
+                keep(Record(arm=arm.label, prompt_id=prompt.id, turn=turn, answer=answer))
+            messages.append({"role": "assistant", "content": answer.text})
+
+    groups = [[prompt] for prompt in prompts] if in_turns else [list(prompts)]
+    for index, group in enumerate(groups):
         for arm in arm_order(arms, index):
-            if not _answer_turns(prompt, arm, decode, log, seed, on_answer):
-                break
+            lead(arm, (conversation(prompt, arm) for prompt in group if prompt.id not in skipped))
 
 
 def questions_left(prompts: Sequence[EvaluationPrompt], arms: Sequence[Arm], log: AnswerLog) -> int:
@@ -79,42 +94,14 @@ def arm_order(arms: Sequence[Arm], index: int) -> list[Arm]:
     return rotated if index % 2 == 0 else rotated[::-1]
 
 
-def _answer_turns(
-    prompt: EvaluationPrompt,
-    arm: Arm,
-    decode: Decode,
-    log: AnswerLog,
-    seed: int,
-    on_answer: Callable[[Record], None],
-) -> bool:
-    """Whether all turns have an answer."""
-    messages: list[Mapping[str, str]] = []
-    if prompt.system is not None:
-        messages.append({"role": "system", "content": prompt.system})
-    for turn, text in enumerate(prompt.turns):
-        messages.append({"role": "user", "content": text})
-        record = log.get(arm.label, prompt.id, turn)
-        if record is None:
-            record = _ask(prompt, arm, turn, messages, decode, seed)
-            log.add(record)
-            on_answer(record)
-        if record.answer is None:
-            return False
-        messages.append({"role": "assistant", "content": record.answer.text})
-    return True
-
-
-def _ask(
-    prompt: EvaluationPrompt, arm: Arm, turn: int, messages: Sequence[Mapping[str, str]], decode: Decode, seed: int
-) -> Record:
-    digest = hashlib.sha256(f"{seed} {prompt.id} {turn}".encode()).digest()
-    question = Question(
-        arm=arm,
-        prompt_id=prompt.id,
+def _question(
+    prompt_id: str, turn: int, messages: Sequence[Mapping[str, str]], temperature: float, coupled: bool, seed: int
+) -> Question:
+    digest = hashlib.sha256(f"{seed} {prompt_id} {turn}".encode()).digest()
+    drawn = int.from_bytes(digest[:8], "big") >> 1  # fits a signed 64-bit integer
+    return Question(
+        prompt_id=prompt_id,
         messages=tuple(messages),
-        random_seed=int.from_bytes(digest[:8], "big") >> 1,  # fits a signed 64-bit integer
+        sampling=SamplingSettings(temperature=temperature, seed=drawn if coupled else None),
+        random=random.Random(drawn).random,
     )
-    try:
-        return Record(arm=arm.label, prompt_id=prompt.id, turn=turn, answer=decode(question))
-    except DoesNotFit as error:
-        return Record(arm=arm.label, prompt_id=prompt.id, turn=turn, skipped=str(error))

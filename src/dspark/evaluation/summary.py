@@ -66,12 +66,18 @@ def summarise(
     *,
     repeatable: bool,
     seed: int,
+    concurrency: int = 1,
 ) -> dict[str, Any]:
     """Everything that is counted, as plain data.
+
+    ``speed`` says what ``speed_up`` and ``speed_ratio`` compare. Of one answer at a time it is decoding, the prompt's
+    pass left out. Of several it is throughput: all tokens by all seconds. A prompt then shares its step with others, so
+    that decoding has no time of its own.
 
     Args:
         repeatable: whether outputs with and without speculation have to be the same (temperature 0, or seeded).
         seed: of the draws behind the intervals.
+        concurrency: answers that were made at once.
     """
     complete, answers, skipped = completed_prompts(prompts, arms, records)
     answers_of = {arm.label: [answers[arm.label, prompt.id] for prompt in complete] for arm in arms}
@@ -81,6 +87,7 @@ def summarise(
             answers={label: [answered[row] for row in rows] for label, answered in answers_of.items()},
             counts={label: counts.of(rows) for label, counts in counts_of.items()},
             resampling=Resampling(len(rows), seed=seed),
+            is_throughput=concurrency > 1,
         )
         for name, rows in _groups(complete).items()
     }
@@ -122,6 +129,7 @@ def summarise(
         "completed": len(complete),
         "skipped": skipped,
         "repeatable": repeatable,
+        "speed": {"of": "throughput" if concurrency > 1 else "decoding", "concurrency": concurrency},
         "intervals": {"level": CONFIDENCE_LEVEL, "resamples": RESAMPLES, "over": "prompts", "seed": seed},
         "target_alone": alone.get(TARGET_ALONE),
         "arms": [arm_numbers(arm) for arm in drafting],
@@ -183,11 +191,12 @@ class _Counts:
 
 @dataclass(frozen=True, kw_only=True)
 class _Group:
-    """The prompts that one line of a table is about: answers of each and counts, by arm."""
+    """The prompts that one line of a table is about: answers of each and counts, by arm, and what speed means."""
 
     answers: Mapping[str, Sequence[Sequence[Answer]]]
     counts: Mapping[str, _Counts]
     resampling: Resampling
+    is_throughput: bool
 
     def speed(self, arm: Arm) -> dict[str, Any]:
         counts = self.counts[arm.label]
@@ -196,8 +205,15 @@ class _Group:
             "answers": int(counts.answers_P.sum()),
             "tokens": int(counts.tokens_P.sum()),
             "tokens_per_second": _json(self.resampling.ratio(counts.whole)),
-            "decode_tokens_per_second": _json(self.resampling.ratio(counts.decode)),
+            "decode_tokens_per_second": None if self.is_throughput else _json(self.resampling.ratio(counts.decode)),
         }
+
+    def speed_ratio(self, arm: str, reference: str) -> dict[str, Any] | None:
+        """How much faster an arm is than another."""
+        ours, theirs = self.counts[arm], self.counts[reference]
+        if self.is_throughput:
+            return _json(self.resampling.quotient(ours.whole, theirs.whole))
+        return _json(self.resampling.quotient(ours.decode, theirs.decode))
 
     def numbers(self, arm: Arm, *, has_baseline: bool, repeatable: bool) -> dict[str, Any]:
         counts = self.counts[arm.label]
@@ -229,7 +245,7 @@ class _Group:
         }
         if has_baseline:
             alone = self.counts[TARGET_ALONE]
-            numbers["speed_up"] = _json(self.resampling.quotient(counts.decode, alone.decode))
+            numbers["speed_up"] = self.speed_ratio(arm.label, TARGET_ALONE)
             numbers["end_to_end_speed_up"] = _json(self.resampling.quotient(counts.whole, alone.whole))
         if has_baseline and repeatable:
             pairs = zip(self.answers[arm.label], self.answers[TARGET_ALONE], strict=True)
@@ -246,7 +262,7 @@ class _Group:
         return {
             "prompts": self.resampling.num_prompts,
             "accepted_length_difference": _json(difference),
-            "speed_ratio": _json(self.resampling.quotient(ours.decode, theirs.decode)),
+            "speed_ratio": self.speed_ratio(other.label, reference.label),
         }
 
     def _position(self, counts: _Counts, position: int) -> dict[str, Any]:

@@ -28,11 +28,11 @@ def report_tables(report: Numbers) -> list[Table]:
     """All tables that the report has numbers for, the most important first."""
     base = [arm for arm in report["arms"] if arm["draft_tokens"] is None and arm["threshold"] is None]
     sweeps = [arm for arm in report["arms"] if arm not in base]
-    tables = [_results(report, base), _positions(base), _counts(base)]
+    tables = [_results(report, base), _positions(base), _counts(report, base)]
     if report["comparisons"]:
         tables.append(_comparisons(report))
     if sweeps:
-        tables.append(_sweeps(base, sweeps))
+        tables.append(_sweeps(report, base, sweeps))
     if reliability := {name: found for name, found in report["reliability"].items() if found is not None}:
         tables.append(_reliability(reliability))
     return tables
@@ -40,6 +40,7 @@ def report_tables(report: Numbers) -> list[Table]:
 
 def _results(report: Numbers, arms: Sequence[Numbers]) -> Table:
     rows, alone = [], report["target_alone"]
+    speed = _speed_key(report)
     for arm in arms:
         # The same prompts, so the same lines.
         alone_lines = [None for _ in _lines(arm)] if alone is None else [numbers for *_, numbers in _lines(alone)]
@@ -51,8 +52,8 @@ def _results(report: Numbers, arms: Sequence[Numbers]) -> Table:
                     str(numbers["prompts"]),
                     _estimate(numbers["accepted_length"], ".2f"),
                     _value(numbers["verified_token_acceptance"], ".1%"),
-                    _value(numbers["decode_tokens_per_second"], ".1f"),
-                    _NOTHING if alone_numbers is None else _value(alone_numbers["decode_tokens_per_second"], ".1f"),
+                    _value(numbers[speed], ".1f"),
+                    _NOTHING if alone_numbers is None else _value(alone_numbers[speed], ".1f"),
                     _estimate(numbers["speed_up"], ".2f", "x"),
                     _NOTHING if numbers["identical"] is None else f"{numbers['identical']} of {numbers['answers']}",
                 )
@@ -79,8 +80,7 @@ def _results(report: Numbers, arms: Sequence[Numbers]) -> Table:
         ),
         rows=tuple(rows),
         note=f"Pooled over all rounds of all prompts; in brackets {report['intervals']['level']:.0%} intervals over "
-        "prompts. Verified accepted: of the draft tokens that the target verified. Speed is that of decoding: the "
-        "prompt's own pass is in none of it.",
+        f"prompts. Verified accepted: of the draft tokens that the target verified. {_speed_note(report)}",
     )
 
 
@@ -101,7 +101,7 @@ def _positions(arms: Sequence[Numbers]) -> Table:
     )
 
 
-def _counts(arms: Sequence[Numbers]) -> Table:
+def _counts(report: Numbers, arms: Sequence[Numbers]) -> Table:
     rows = []
     for arm in arms:
         for _, name, numbers in _lines(arm):
@@ -127,7 +127,9 @@ def _counts(arms: Sequence[Numbers]) -> Table:
             *(f"{phase} ms" for phase in PHASES),
         ),
         rows=tuple(rows),
-        note="Milliseconds are means of a round; tokens are those of all rounds.",
+        note="Milliseconds are means of a round"
+        + (", its share of a step that many answers have" if report["speed"]["of"] == "throughput" else "")
+        + "; tokens are those of all rounds.",
     )
 
 
@@ -151,7 +153,7 @@ def _comparisons(report: Numbers) -> Table:
     )
 
 
-def _sweeps(base: Sequence[Numbers], sweeps: Sequence[Numbers]) -> Table:
+def _sweeps(report: Numbers, base: Sequence[Numbers], sweeps: Sequence[Numbers]) -> Table:
     rows = []
     for arm in base:
         for point in [arm, *(point for point in sweeps if point["drafter"] == arm["drafter"])]:
@@ -164,7 +166,7 @@ def _sweeps(base: Sequence[Numbers], sweeps: Sequence[Numbers]) -> Table:
                             _estimate(numbers["accepted_length"], ".2f"),
                             _estimate(numbers["verified_token_acceptance"], ".1%"),
                             f"{numbers['verified']} of {numbers['drafted']}",
-                            _value(numbers["decode_tokens_per_second"], ".1f"),
+                            _value(numbers[_speed_key(report)], ".1f"),
                             _estimate(numbers["speed_up"], ".2f", "x"),
                         )
                     )
@@ -201,6 +203,17 @@ def _truth(row: Numbers) -> tuple[str, str, str, str]:
         _NOTHING if area is None else f"{area:.3f}",
         f"{row['brier_score']:.4f}",
     )
+
+
+def _speed_key(report: Numbers) -> str:
+    """Which tokens a second are those of the speed-up."""
+    return "tokens_per_second" if report["speed"]["of"] == "throughput" else "decode_tokens_per_second"
+
+
+def _speed_note(report: Numbers) -> str:
+    if report["speed"]["of"] == "throughput":
+        return f"Speed is throughput at {report['speed']['concurrency']} answers at once: all tokens by all seconds."
+    return "Speed is that of decoding one answer at a time: the prompt's own pass is in none of it."
 
 
 def _lines(numbers: Numbers) -> Iterator[tuple[str, str, Numbers]]:
