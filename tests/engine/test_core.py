@@ -232,12 +232,14 @@ def test_a_stop_string_ends_a_choice_inside_a_block() -> None:
     core = EngineCore(
         make_target(), make_drafter(), policy=parse_policy("fixed:3"), tokenizer=tokenizer, settings=SMALL
     )
-    plain = core.submit(Request(prompt_ids=(3, 1), max_tokens=30))
+    request = Request(prompt_ids=(3, 1), max_tokens=30, sampling=SamplingSettings(temperature=1.0, seed=3))
+    plain = core.submit(request)
     core.run()
     text = result_of(plain).completions[0].text
     assert text == text_of(tokens_of(plain)[0])
-    stop = text[5:8]
-    stopped = core.submit(Request(prompt_ids=(3, 1), max_tokens=30, stop_strings=(stop,)))
+    stop = text[18:22]
+    assert text.index(stop) > 3
+    stopped = core.submit(replace(request, stop_strings=(stop,)))
     core.run()
     completion = result_of(stopped).completions[0]
     assert completion.finish_reason == "stop"
