@@ -107,6 +107,18 @@ def test_texts_and_conversations(engine: Engine) -> None:
         engine.submit()
 
 
+def test_a_single_stop_string_is_not_its_characters(engine: Engine) -> None:
+    sampling = SamplingSettings(temperature=1.0, seed=3)
+    text = engine.submit(prompt_ids=(3, 1), sampling=sampling, max_tokens=30).result(60).completions[0].text
+    stop = text[18:22]
+    assert min(text.index(character) for character in stop) < text.index(stop)
+    for given in (stop, [stop]):
+        generation = engine.submit(prompt_ids=(3, 1), sampling=sampling, max_tokens=30, stop=given)
+        (completion,) = generation.result(60).completions
+        assert completion.finish_reason == "stop"
+        assert completion.text == text[: text.index(stop)]
+
+
 def test_cancelling_ends_a_request_where_it_is() -> None:
     engine, model = make_engine(max_concurrency=1)
     with engine:

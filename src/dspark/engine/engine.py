@@ -246,7 +246,7 @@ class Engine:
         prompt_ids: Sequence[int] | None = None,
         sampling: SamplingSettings | None = None,
         max_tokens: int = 256,
-        stop: Sequence[str] = (),
+        stop: str | Sequence[str] = (),
         stop_token_ids: frozenset[int] | None = None,
         n: int = 1,
         logprobs: int | None = None,
@@ -261,7 +261,7 @@ class Engine:
             prompt: text to continue as it is.
             prompt_ids: tokens to continue.
             sampling: greedy by default.
-            stop: texts that end an answer and are not shown.
+            stop: a text, or several, that end an answer and are not shown.
             stop_token_ids: tokens that end an answer; the target's own by default, none if empty.
 
         The others are those of `dspark.engine.request.Request`.
@@ -276,7 +276,7 @@ class Engine:
             sampling=sampling or SamplingSettings(),
             max_tokens=max_tokens,
             stop_token_ids=self._target.stop_token_ids if stop_token_ids is None else stop_token_ids,
-            stop_strings=tuple(stop),
+            stop_strings=(stop,) if isinstance(stop, str) else tuple(stop),
             n=n,
             logprobs=logprobs,
             max_draft_tokens=max_draft_tokens,
