@@ -142,16 +142,6 @@ def test_a_growth_that_fails_changes_nothing():
     assert memory.grow(1, 8)
 
 
-def test_shrinking_gives_back_what_was_not_committed():
-    memory = BlockMemory(4, 2)
-    run(memory, 0, [1, 2, 3])
-    memory.grow(0, 8)
-    memory.shrink(0, 4)
-    assert (len(memory.blocks(0)), memory.num_free_blocks) == (2, 2)
-    memory.shrink(0, 3)
-    assert len(memory.blocks(0)) == 2
-
-
 def test_statistics_count_sequences_that_ran_and_not_admissions_taken_back():
     memory = BlockMemory(3, 2)
     run(memory, 0, [1, 2, 3])
@@ -163,13 +153,6 @@ def test_statistics_count_sequences_that_ran_and_not_admissions_taken_back():
     memory.commit(2, [1, 2, 4])
     statistics = memory.statistics()
     assert (statistics.prompt_tokens, statistics.reused_tokens) == (6, 2)
-
-
-def test_can_ever_hold_is_what_a_lone_sequence_can_have():
-    memory = BlockMemory(3, 16)
-    memory.admit(0, [1])
-    for num_positions in (0, 1, 16, 17, 48, 49):
-        assert memory.can_ever_hold(num_positions) == memory.grow(0, num_positions)
 
 
 def test_errors_say_what_to_do():
@@ -184,8 +167,6 @@ def test_errors_say_what_to_do():
     run(memory, 7, [1, 2, 3])
     with pytest.raises(ValueError, match="admitted already: release it first"):
         memory.admit(7, [1])
-    with pytest.raises(ValueError, match="has committed 3 positions and cannot shrink to 2"):
-        memory.shrink(7, 2)
     with pytest.raises(ValueError, match="commits 2 tokens, but has committed 3 and has room for 4"):
         memory.commit(7, [1, 2])
     with pytest.raises(ValueError, match="grow it first"):
@@ -297,14 +278,6 @@ class NaiveModel(RuleBasedStateMachine):
         sequence.committed = end
         self.known.update(self.prefixes(sequence))
         self.unused = [prefix for prefix in self.unused if prefix not in self.prefixes(sequence)]
-
-    @precondition(lambda self: self.live)
-    @rule(data=st.data(), spare=st.integers(0, 4))
-    def shrink(self, data, spare):
-        sequence_id = self.pick(data)
-        sequence = self.live[sequence_id]
-        self.memory.shrink(sequence_id, sequence.committed + spare)
-        del sequence.blocks[-(-(sequence.committed + spare) // self.size) :]
 
     @precondition(lambda self: self.live)
     @rule(data=st.data())

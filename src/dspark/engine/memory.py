@@ -78,10 +78,6 @@ class BlockMemory:
             evicted_blocks=self._evicted_blocks,
         )
 
-    def can_ever_hold(self, num_positions: int) -> bool:
-        """Whether a sequence of so many positions fits once it is alone."""
-        return self._blocks_for(num_positions) <= self.num_blocks
-
     def admit(self, sequence_id: int, token_ids: Sequence[int], *, namespace: str = "") -> int:
         """Take up a sequence with the published blocks that its tokens begin with.
 
@@ -127,21 +123,6 @@ class BlockMemory:
             self._owners[block] = 1
             blocks.append(block)
         return True
-
-    def shrink(self, sequence_id: int, num_positions: int) -> None:
-        """Take back the blocks that positions 0 to ``num_positions - 1`` do not need.
-
-        Raises:
-            ValueError: committed positions would be lost.
-        """
-        sequence = self._sequence(sequence_id)
-        if num_positions < sequence.num_committed:
-            raise ValueError(
-                f"sequence {sequence_id} has committed {sequence.num_committed} positions and cannot shrink to "
-                f"{num_positions}: release it and admit it again."
-            )
-        while len(sequence.blocks) > self._blocks_for(num_positions):
-            self._give_back(sequence)
 
     def commit(self, sequence_id: int, token_ids: Sequence[int]) -> None:
         """Publish the blocks that have become full; costs what is new, however long the sequence is.
