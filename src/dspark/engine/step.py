@@ -13,7 +13,6 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from dspark.decoding import Acceptance
 from dspark.drafters.cache import DrafterCache
 from dspark.drafters.protocol import DraftBlock, Drafter
 from dspark.engine.batch_sampling import VerifyRow, draft_sampler, token_logprobs, verify_rows
@@ -31,6 +30,7 @@ from dspark.scheduling import (
     StepSeconds,
     predicted_seconds,
 )
+from dspark.scheduling.batch import FloatArray, IntArray
 from dspark.types import Segment
 
 
@@ -67,6 +67,15 @@ class _Draft:
 
 
 _NO_DRAFT = _Draft(tokens=[], probs_GD=None)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Outcome:
+    """What a row was given: the draft tokens that were accepted, and one of the target's own."""
+
+    tokens: list[int]
+    num_accepted: int
+    logprobs: list[TokenLogprob] | None
 
 
 class Stepper:
@@ -107,32 +116,29 @@ class Stepper:
         Returns:
             What the step was, and what each row got of it, decoding rows first; None where a prompt goes on.
         """
+        rows = [*decoding, *chunks]
         began = self._clock()
         plan = self.policy.plan(self._batch(decoding, chunks), self._history.past, self.cost)
         planned = self._clock()
         drafts, confidences = self._draft(plan, decoding)
         drafted = self._clock()
-        lengths_R = np.zeros_like(plan.draft_lengths_R)
-        if confidences is not None:
-            lengths_R = self.policy.verify_lengths(plan, confidences, self.cost)
-        predicted = None if self.cost is None else predicted_seconds(plan, int(lengths_R.sum()), self.cost)
+        lengths_R, predicted = self._schedule(plan, confidences)
         scheduled = self._clock()
-        rows = [*decoding, *chunks]
         verified = [draft.first(length) for draft, length in zip(drafts, lengths_R.tolist(), strict=True)]
         verified += [_NO_DRAFT] * len(chunks)
-        acceptances, logprobs = self._verify(rows, verified)
-        self._roll_back(rows, acceptances)
-        deltas = self._commit(rows, verified, acceptances, logprobs, plan)
+        outcomes = self._accept(rows, verified, self._verify(rows, verified))
+        self._roll_back(rows, outcomes)
+        deltas = self._commit(rows, verified, outcomes, plan)
         ended = self._clock()
 
         measured = StepSeconds(
-            draft=drafted - planned, schedule=planned - began + scheduled - drafted, verify=ended - scheduled
+            draft=drafted - planned, schedule=(planned - began) + (scheduled - drafted), verify=ended - scheduled
         )
         if self.cost is not None and predicted is not None:
             self.cost = self.cost.corrected(predicted, measured)
         self._history = self._history.after(confidences)
         self._step += 1
-        accepted_R = [0 if acceptance is None else acceptance.num_accepted for acceptance in acceptances]
+        accepted_R = [0 if outcome is None else outcome.num_accepted for outcome in outcomes[: len(decoding)]]
         record = StepRecord(
             policy=self.policy.name,
             plan=plan,
@@ -140,7 +146,7 @@ class Stepper:
             verify_lengths_R=lengths_R,
             predicted=predicted,
             measured=measured,
-            accepted_R=np.array(accepted_R[: len(decoding)], np.int64),
+            accepted_R=np.array(accepted_R, np.int64),
         )
         return record, deltas
 
@@ -183,10 +189,20 @@ class Stepper:
         )
         return drafts, confidences
 
-    def _verify(
-        self, rows: Sequence[Row], verified: Sequence[_Draft]
-    ) -> tuple[list[Acceptance | None], list[list[TokenLogprob] | None]]:
-        """The target's pass over all rows: what it accepts of the drafts, and its log-probabilities where asked for."""
+    def _schedule(self, plan: StepPlan, confidences: Drafts | None) -> tuple[IntArray, StepSeconds | None]:
+        """Draft tokens of each decoding row to verify, and what the step is then expected to take."""
+        lengths_R: IntArray = np.zeros_like(plan.draft_lengths_R)
+        if confidences is not None:
+            lengths_R = self.policy.verify_lengths(plan, confidences, self.cost)
+        return lengths_R, None if self.cost is None else predicted_seconds(plan, int(lengths_R.sum()), self.cost)
+
+    def _verify(self, rows: Sequence[Row], verified: Sequence[_Draft]) -> torch.Tensor | None:
+        """The target's pass over all rows, which the drafter's context follows.
+
+        Returns:
+            The logits ``[M, V]`` of the sampled rows, one after the last known token and one after each draft token;
+            None if no row is sampled.
+        """
         tokens: list[int] = []
         segments: list[Segment] = []
         logit_rows: list[int] = []
@@ -201,13 +217,18 @@ class Stepper:
         output = self._target.forward(tokens_N, segments, self._target_cache, tap_layers)
         if self._drafter is not None and self._drafter_cache is not None and output.taps_NT is not None:
             self._drafter.extend(self._drafter_cache, segments, tokens_N, output.taps_NT)
+        if not logit_rows:
+            return None
+        return self._target.logits(output.hidden_NH[torch.tensor(logit_rows, device=self._target.device)])
 
+    def _accept(
+        self, rows: Sequence[Row], verified: Sequence[_Draft], logits_MV: torch.Tensor | None
+    ) -> list[_Outcome | None]:
+        """What each row gets by its rule of acceptance, with log-probabilities where asked for; None if unsampled."""
+        outcomes: list[_Outcome | None] = [None] * len(rows)
+        if logits_MV is None:
+            return outcomes
         sampled = [index for index, row in enumerate(rows) if row.is_sampled]
-        acceptances: list[Acceptance | None] = [None] * len(rows)
-        logprobs: list[list[TokenLogprob] | None] = [None] * len(rows)
-        if not sampled:
-            return acceptances, logprobs
-        logits_MV = self._target.logits(output.hidden_NH[torch.tensor(logit_rows, device=self._target.device)])
         verify = [
             VerifyRow(
                 sampling=rows[index].choice.sampling,
@@ -218,45 +239,37 @@ class Stepper:
         ]
         first = 0
         for index, acceptance in zip(sampled, verify_rows(verify, logits_MV), strict=True):
-            acceptances[index] = acceptance
-            asked = rows[index].choice.request.logprobs
-            if asked is not None:
-                committed = [*verified[index].tokens[: acceptance.num_accepted], acceptance.next_token]
-                logprobs[index] = _logprobs(logits_MV[first : first + len(committed)], committed, asked)
+            tokens = [*verified[index].tokens[: acceptance.num_accepted], acceptance.next_token]
+            top = rows[index].choice.request.logprobs
+            logprobs = None if top is None else _logprobs(logits_MV[first : first + len(tokens)], tokens, top)
+            outcomes[index] = _Outcome(tokens=tokens, num_accepted=acceptance.num_accepted, logprobs=logprobs)
             first += 1 + len(verified[index].tokens)
-        return acceptances, logprobs
+        return outcomes
 
-    def _roll_back(self, rows: Sequence[Row], acceptances: Sequence[Acceptance | None]) -> None:
+    def _roll_back(self, rows: Sequence[Row], outcomes: Sequence[_Outcome | None]) -> None:
         """Forget what was rejected, in both caches."""
-        for row, acceptance in zip(rows, acceptances, strict=True):
-            length = row.end if acceptance is None else row.end + acceptance.num_accepted
+        for row, outcome in zip(rows, outcomes, strict=True):
+            length = row.end if outcome is None else row.end + outcome.num_accepted
             self._target_cache.truncate(row.slot, length)
             if self._drafter_cache is not None:
                 self._drafter_cache.truncate(row.slot, length)
 
     def _commit(
-        self,
-        rows: Sequence[Row],
-        verified: Sequence[_Draft],
-        acceptances: Sequence[Acceptance | None],
-        logprobs: Sequence[list[TokenLogprob] | None],
-        plan: StepPlan,
+        self, rows: Sequence[Row], verified: Sequence[_Draft], outcomes: Sequence[_Outcome | None], plan: StepPlan
     ) -> list[Delta | None]:
-        """Add the accepted draft tokens and the target's own to the choices."""
+        """Add what they were given to the choices, up to where they end."""
         deltas: list[Delta | None] = []
-        num_decoding = plan.batch.num_requests
-        for index, (row, draft, acceptance) in enumerate(zip(rows, verified, acceptances, strict=True)):
-            if acceptance is None:
+        for index, (row, draft, outcome) in enumerate(zip(rows, verified, outcomes, strict=True)):
+            if outcome is None:
                 deltas.append(None)
                 continue
-            committed = [*draft.tokens[: acceptance.num_accepted], acceptance.next_token]
-            delta = row.choice.append(committed, logprobs[index])
-            if index < num_decoding:
+            delta = row.choice.append(outcome.tokens, outcome.logprobs)
+            if index < plan.batch.num_requests:
                 row.choice.count_round(
                     drafted=int(plan.draft_lengths_R[index]),
                     verified=len(draft.tokens),
-                    accepted=acceptance.num_accepted,
-                    committed=len(committed),
+                    accepted=outcome.num_accepted,
+                    committed=len(outcome.tokens),
                     kept=len(delta.token_ids),
                 )
             deltas.append(delta)
@@ -265,7 +278,7 @@ class Stepper:
 
 def _confidences(
     block: DraftBlock, choices: Sequence[Choice], drafting: Sequence[int], num_rows: int
-) -> np.ndarray[tuple[int, int], np.dtype[np.float64]] | None:
+) -> FloatArray | None:
     """Calibrated confidences of all decoding rows, ``[R, G]``; 0 where nothing was drafted."""
     if block.confidence_logits_RG is None:
         return None
