@@ -10,7 +10,8 @@ from transformers import PreTrainedTokenizerBase
 
 from dspark.calibration.calibration import NO_CALIBRATION
 from dspark.drafters.protocol import Drafter
-from dspark.engine.request import Completion, Delta, FinishReason, Request, SpeculationCounts, TokenLogprob
+from dspark.engine.request import Completion, Delta, FinishReason, Request, TokenLogprob
+from dspark.engine.round_counts import RoundCounts
 from dspark.engine.sampling import request_sampling
 from dspark.engine.text import IncrementalText
 from dspark.scheduling.batch import FloatArray
@@ -24,6 +25,7 @@ class Choice:
         index: which of the request's choices.
         tokens: prompt, then what was generated. The last token is the anchor: keys and values are known before it.
         slot: where its memory is while it runs; None while it waits.
+        rounds: what became of its drafts.
     """
 
     def __init__(
@@ -44,22 +46,19 @@ class Choice:
         self.finish_reason: FinishReason | None = None
         self.preemptions = 0
         settings = request.sampling
-        if settings.seed is not None and index > 0:
+        if settings.seed is not None and index > 0:  # seeds are signed 64-bit numbers: behind the last comes the first
             settings = replace(settings, seed=(settings.seed + index + 2**63) % 2**64 - 2**63)
         self.sampling = request_sampling(settings, self.tokens.copy(), drafter, request.random)
         self._max_tokens = max_tokens
         self._text = None if tokenizer is None else IncrementalText(tokenizer, request.stop_strings)
         self._logprobs: list[TokenLogprob] | None = None if request.logprobs is None else []
         block_size = 0 if drafter is None else drafter.block_size
+        self.rounds = RoundCounts(block_size)
         asked = request.max_draft_tokens
         self._most_drafted = block_size if asked is None else min(block_size, asked)
         calibration = (drafter.calibration if drafter is not None else None) or NO_CALIBRATION
         fitted = calibration.at(settings.temperature)
         self.confidence_temperatures_G: FloatArray = np.array(fitted or [1.0] * block_size, np.float64)
-        self._rounds = self._drafted = self._verified = self._accepted = self._committed = 0
-        self._accepted_per_position = np.zeros(block_size, np.int64)
-        self._reached_per_position = np.zeros(block_size, np.int64)
-        self._verified_per_position = np.zeros(block_size, np.int64)
 
     @property
     def num_prompt_tokens(self) -> int:
@@ -109,19 +108,6 @@ class Choice:
         self.finish_reason = "cancelled"
         return Delta(choice=self.index, token_ids=(), text=self._finish_text(), finish_reason="cancelled")
 
-    def count_round(self, *, drafted: int, verified: int, accepted: int, committed: int, kept: int) -> None:
-        """Take note of a round that gave ``committed`` tokens, of which ``kept`` came before the end of the answer."""
-        judged = verified if kept == committed else kept
-        accepted = min(accepted, kept)
-        self._rounds += 1
-        self._drafted += drafted
-        self._verified += verified
-        self._accepted += accepted
-        self._committed += kept
-        self._verified_per_position[:judged] += 1
-        self._reached_per_position[: min(judged, accepted + 1)] += 1
-        self._accepted_per_position[: min(judged, accepted)] += 1
-
     def completion(self) -> Completion:
         """What it came to, once it is finished."""
         assert self.finish_reason is not None, "the choice still runs"
@@ -130,16 +116,7 @@ class Choice:
             token_ids=tuple(self.tokens[self.num_prompt_tokens :]),
             finish_reason=self.finish_reason,
             logprobs=None if self._logprobs is None else tuple(self._logprobs),
-            counts=SpeculationCounts(
-                rounds=self._rounds,
-                drafted=self._drafted,
-                verified=self._verified,
-                accepted=self._accepted,
-                committed=self._committed,
-                accepted_per_position=tuple(self._accepted_per_position.tolist()),
-                reached_per_position=tuple(self._reached_per_position.tolist()),
-                verified_per_position=tuple(self._verified_per_position.tolist()),
-            ),
+            counts=self.rounds.counts(),
         )
 
     def _finish_text(self) -> str:

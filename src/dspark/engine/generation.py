@@ -14,6 +14,7 @@ from dspark.decoding import Acceptance, SamplingSettings
 from dspark.drafters.protocol import DraftBlock, Drafter
 from dspark.engine.batch_sampling import VerifyRow, draft_sampler, verify_rows
 from dspark.engine.result import GenerationResult, RoundEvent
+from dspark.engine.round_counts import RoundCounts, num_judged
 from dspark.engine.sampling import request_sampling
 from dspark.engine.speculation import SpeculationSettings
 from dspark.engine.text import IncrementalText
@@ -107,11 +108,7 @@ class _Generation:
         self._drafter_cache = drafter.new_cache(1, length) if drafter is not None else None
         self._generated: list[int] = []
         self._finish_reason: str | None = None
-        self._rounds = self._drafted = self._verified = self._accepted = 0
-        block_size = drafter.block_size if drafter is not None else 0
-        self._accepted_per_position = [0] * block_size
-        self._reached_per_position = [0] * block_size
-        self._verified_per_position = [0] * block_size
+        self._counts = RoundCounts(0 if drafter is None else drafter.block_size)
         self._draft_seconds = self._schedule_seconds = self._verify_seconds = self._commit_seconds = 0.0
 
     def events(self) -> Iterator[RoundEvent]:
@@ -153,10 +150,15 @@ class _Generation:
         acceptance = self._verify(self._target.logits(hidden_NH), verify_tokens, draft_probs_LD)
         verified = time.perf_counter()
         self._roll_back(anchor_position + 1 + acceptance.num_accepted)
-        self._rounds += 1
-        self._drafted += len(draft_tokens)
         committed = [*verify_tokens[: acceptance.num_accepted], acceptance.next_token]
         event = self._commit(committed, accepted=acceptance.num_accepted, verified=verify_length)
+        self._counts.add(
+            drafted=len(draft_tokens),
+            verified=verify_length,
+            accepted=acceptance.num_accepted,
+            committed=len(committed),
+            kept=len(event.token_ids),
+        )
         self._draft_seconds += drafted - started
         self._schedule_seconds += scheduled - drafted
         self._verify_seconds += verified - scheduled
@@ -221,42 +223,35 @@ class _Generation:
                 self._finish_reason = "length"
                 break
         self._sampling.commit(kept)
-        judged = verified if len(kept) == len(token_ids) else len(kept)
-        accepted = min(accepted, len(kept))
-        for position in range(judged):
-            self._verified_per_position[position] += 1
-            self._reached_per_position[position] += position <= accepted
-            self._accepted_per_position[position] += position < accepted
-        self._verified += verified
-        self._accepted += accepted
         return RoundEvent(
             token_ids=tuple(kept),
             text="".join(shown),
-            accepted=accepted,
+            accepted=min(accepted, len(kept)),
             drafted=verified,
             verified=verified,
-            judged=judged,
+            judged=num_judged(verified=verified, committed=len(token_ids), kept=len(kept)),
         )
 
     def _result(self, seconds: float, prefill_seconds: float) -> GenerationResult:
         assert self._finish_reason is not None
+        counts = self._counts.counts()
         return GenerationResult(
             text=self._text.text if self._text is not None else "",
             token_ids=tuple(self._generated),
             finish_reason=self._finish_reason,
             prompt_tokens=len(self._prompt_ids),
-            rounds=self._rounds,
-            drafted=self._drafted,
-            verified=self._verified,
-            accepted=self._accepted,
-            accepted_length=(len(self._generated) - 1) / self._rounds if self._rounds else 0.0,
+            rounds=counts.rounds,
+            drafted=counts.drafted,
+            verified=counts.verified,
+            accepted=counts.accepted,
+            accepted_length=counts.accepted_length,
             seconds=seconds,
             prefill_seconds=prefill_seconds,
             draft_seconds=self._draft_seconds,
             schedule_seconds=self._schedule_seconds,
             verify_seconds=self._verify_seconds,
             commit_seconds=self._commit_seconds,
-            accepted_per_position=tuple(self._accepted_per_position),
-            reached_per_position=tuple(self._reached_per_position),
-            verified_per_position=tuple(self._verified_per_position),
+            accepted_per_position=counts.accepted_per_position,
+            reached_per_position=counts.reached_per_position,
+            verified_per_position=counts.verified_per_position,
         )

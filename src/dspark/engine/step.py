@@ -265,7 +265,7 @@ class Stepper:
                 continue
             delta = row.choice.append(outcome.tokens, outcome.logprobs)
             if index < plan.batch.num_requests:
-                row.choice.count_round(
+                row.choice.rounds.add(
                     drafted=int(plan.draft_lengths_R[index]),
                     verified=len(draft.tokens),
                     accepted=outcome.num_accepted,
