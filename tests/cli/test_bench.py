@@ -73,15 +73,15 @@ def test_json_and_files_hold_all_numbers(offline, tmp_path):
 
 
 def test_what_steps_cost_is_measured_where_a_policy_asks(offline, cache, monkeypatch, caplog):
-    from dspark.engine import loading
+    from dspark.engine import profile_measurement
 
-    measure, measured = loading.measure_step_cost, []
+    measure, measured = profile_measurement.measure_step_cost, []
 
     def quick(*models, **options):
         measured.append(options["max_concurrency"])
         return measure(*models, seconds=0.0, **options)
 
-    monkeypatch.setattr(loading, "measure_step_cost", quick)
+    monkeypatch.setattr(profile_measurement, "measure_step_cost", quick)
     run = offline("--policies", "delayed,immediate", "--json")
     assert run.code == 0, run.err
     report = json.loads(run.out)

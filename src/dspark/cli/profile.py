@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json as jsonlib
-import time
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -100,24 +98,12 @@ def _stored(key: ProfileKey) -> StoredProfile | None:
 
 def _measure(models: Models, key: ProfileKey, *, quiet: bool) -> StoredProfile:
     from dspark.cli.calibration_rounds import note
-    from dspark.engine.profile import StoredProfile, write_profile
-    from dspark.engine.profile_measurement import measure_step_cost
+    from dspark.engine.profile import write_profile
+    from dspark.engine.profile_measurement import measured_profile
 
     assert models.drafter is not None
-    began = time.perf_counter()
-    cost, points = measure_step_cost(
-        models.target.model,
-        models.drafter,
-        max_concurrency=key.max_concurrency,
-        progress=(lambda message: None) if quiet else note,
-    )
-    measured = StoredProfile(
-        key=key,
-        cost=cost,
-        points=points,
-        measured_at=datetime.now(UTC).isoformat(timespec="seconds"),
-        seconds_taken=round(time.perf_counter() - began, 1),
-    )
+    progress = (lambda message: None) if quiet else note
+    measured = measured_profile(key, models.target.model, models.drafter, progress=progress)
     write_profile(measured)
     return measured
 

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import logging
-import time
 from dataclasses import dataclass
-from datetime import UTC, datetime
 
 from dspark.drafters.checkpoint import load_drafter
 from dspark.drafters.registry import TrainableDrafter
 from dspark.engine.core import EngineSettings
 from dspark.engine.profile import StoredProfile, profile_key, read_profile, write_profile
-from dspark.engine.profile_measurement import measure_step_cost
+from dspark.engine.profile_measurement import measured_profile
 from dspark.models.loading import LoadedTarget, load_target
 from dspark.scheduling import Off, Policy, StepCost
 
@@ -66,16 +64,6 @@ def known_or_measured(target: LoadedTarget, drafter: TrainableDrafter, settings:
     if stored is not None:
         return stored
     _log.warning("measuring what steps cost on this machine (`dspark profile`), for a minute or more; kept for later")
-    began = time.perf_counter()
-    cost, points = measure_step_cost(
-        target.model, drafter, max_concurrency=settings.max_concurrency, kv_memory_bytes=settings.kv_memory_bytes
-    )
-    profile = StoredProfile(
-        key=key,
-        cost=cost,
-        points=points,
-        measured_at=datetime.now(UTC).isoformat(timespec="seconds"),
-        seconds_taken=time.perf_counter() - began,
-    )
+    profile = measured_profile(key, target.model, drafter, kv_memory_bytes=settings.kv_memory_bytes)
     _log.warning("measured; stored in %s", write_profile(profile))
     return profile

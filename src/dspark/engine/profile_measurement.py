@@ -14,13 +14,14 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from datetime import UTC, datetime
 from statistics import median
 
 import numpy as np
 
 from dspark.drafters.protocol import Drafter
 from dspark.engine.made_up_load import MadeUpLoad
-from dspark.engine.profile import ProfilePoints
+from dspark.engine.profile import ProfileKey, ProfilePoints, StoredProfile
 from dspark.models.target import Target
 from dspark.scheduling import (
     Delayed,
@@ -34,7 +35,7 @@ from dspark.scheduling import (
     measure_curve,
 )
 
-__all__ = ["measure_step_cost"]
+__all__ = ["measure_step_cost", "measured_profile"]
 
 _CONTEXT, _LONG_CONTEXT = 32, 512
 _ROOM = 512
@@ -46,6 +47,32 @@ _TOLERANCE = 0.05
 _MOST_SIZES = 10
 """Sizes of a step that are looked at for each number of requests."""
 _LEAST_ROUNDS, _MOST_ROUNDS = 3, 15
+
+
+def measured_profile(
+    key: ProfileKey,
+    target: Target,
+    drafter: Drafter,
+    *,
+    kv_memory_bytes: int | None = None,
+    progress: Callable[[str], None] = lambda message: None,
+) -> StoredProfile:
+    """Measure now what `measure_step_cost` measures, for the ``max_concurrency`` of ``key``; nothing is stored yet.
+
+    Raises:
+        ValueError: that many requests do not fit in memory.
+    """
+    began = time.perf_counter()
+    cost, points = measure_step_cost(
+        target, drafter, max_concurrency=key.max_concurrency, kv_memory_bytes=kv_memory_bytes, progress=progress
+    )
+    return StoredProfile(
+        key=key,
+        cost=cost,
+        points=points,
+        measured_at=datetime.now(UTC).isoformat(timespec="seconds"),
+        seconds_taken=round(time.perf_counter() - began, 1),
+    )
 
 
 def measure_step_cost(
