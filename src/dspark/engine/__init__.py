@@ -1,1 +1,1 @@
-"""Generation: one request with speculation, or many requests at once without."""
+"""Generation: one request round by round, or many at once with verification scheduled by load."""

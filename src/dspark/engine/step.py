@@ -151,6 +151,7 @@ class Stepper:
         return record, deltas
 
     def _batch(self, decoding: Sequence[Row], chunks: Sequence[Row]) -> StepBatch:
+        """What the scheduler plans by; its requests are the engine's choices."""
         return StepBatch(
             step=self._step,
             request_ids_R=np.array([row.choice.choice_id for row in decoding], np.int64),
