@@ -20,7 +20,8 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-from benchmarks.provenance import provenance
+from provenance import provenance
+
 from dspark.cli.prompts import read_prompts
 from dspark.decoding import SamplingSettings
 from dspark.drafters.checkpoint import load_drafter
