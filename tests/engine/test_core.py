@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from dataclasses import replace
+from dataclasses import asdict, replace
 
 import pytest
 
@@ -113,6 +113,34 @@ def test_any_company_with_cancellations(seed: int) -> None:
         for tokens, whole in zip(tokens_of(handle), alone(request), strict=True):
             assert tokens == whole[: len(tokens)]
     assert_empty(core)
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_rounds_count_as_those_of_a_single_request(seed: int) -> None:
+    """In company, with stop tokens inside drafts; prompts go through in one piece, as they do alone."""
+    core = make_core("fixed:3")
+    sampling = SamplingSettings(temperature=0.8, seed=seed)
+    requests = [
+        Request(prompt_ids=(1 + seed % 5, number), sampling=sampling, max_tokens=40, stop_token_ids=frozenset({5}))
+        for number in range(5)
+    ]
+    handles = [core.submit(request) for request in requests]
+    core.run()
+    for request, handle in zip(requests, handles, strict=True):
+        events = generate(
+            make_target(),
+            make_drafter(),
+            request.prompt_ids,
+            sampling,
+            max_tokens=request.max_tokens,
+            stop_token_ids=request.stop_token_ids,
+        )
+        *_, last = events
+        assert last.result is not None
+        counts = asdict(result_of(handle).completions[0].counts)
+        committed = counts.pop("committed")
+        assert counts == {name: getattr(last.result, name) for name in counts}
+        assert committed == len(last.result.token_ids) - 1
 
 
 def test_deltas_spell_the_result() -> None:
