@@ -191,6 +191,18 @@ def test_closing_cancels_and_draining_finishes() -> None:
     engine.close()
 
 
+def test_statistics_are_there_while_the_thread_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine, _ = make_engine()
+    engine.submit(prompt_ids=(3, 1), max_tokens=5).result(60)
+    engine.close()
+    monkeypatch.setattr(engine._thread, "is_alive", lambda: True)  # its last moment, after its last look at commands
+    finished: list[dict[str, int]] = []
+    reader = threading.Thread(target=lambda: finished.append(dict(engine.statistics().finished)), daemon=True)
+    reader.start()
+    reader.join(10)
+    assert finished == [{"length": 1}]
+
+
 def test_unseeded_requests_differ_and_seeded_do_not(engine: Engine) -> None:
     def answers(seed: int | None) -> set[tuple[int, ...]]:
         sampling = SamplingSettings(temperature=1.0, seed=seed)

@@ -187,6 +187,7 @@ class Engine:
         self._commands: list[Callable[[], None]] = []
         self._submitted = 0  # of the commands
         self._is_closed = False
+        self._takes_commands = True  # False once the engine's thread has looked at them for the last time
         self._error: BaseException | None = None
         self._generations: dict[int, Generation] = {}  # unfinished, by request id; of the engine's thread
         self._thread = threading.Thread(target=self._run, name="dspark-engine", daemon=True)
@@ -311,7 +312,7 @@ class Engine:
         """Counts since the start, and what is there now, between two steps."""
         answer: Future[EngineStatistics] = Future()
         with self._wake:
-            if self._error is None and self._thread.is_alive() and threading.current_thread() is not self._thread:
+            if self._takes_commands and threading.current_thread() is not self._thread:
                 self._commands.append(lambda: answer.set_result(self._core.statistics()))
                 self._wake.notify()
             else:
@@ -382,8 +383,8 @@ class Engine:
             with self._wake:
                 self._wake.wait_for(lambda: self._commands or self._core.has_work or self._is_closed)
                 commands, self._commands, self._submitted = self._commands, [], 0
-                is_last = self._is_closed and not commands and not self._core.has_work
-            if is_last:
+                self._takes_commands = bool(commands) or self._core.has_work or not self._is_closed
+            if not self._takes_commands:
                 return
             for command in commands:
                 command()
@@ -432,6 +433,7 @@ class Engine:
     def _die(self, error: BaseException) -> None:
         with self._wake:
             self._error = error
+            self._takes_commands = False
             commands, self._commands = self._commands, []
         self._lose_all(error)
         for command in commands:
