@@ -5,8 +5,10 @@ from __future__ import annotations
 import random
 from dataclasses import asdict, replace
 
+import numpy as np
 import pytest
 
+from dspark.calibration.calibration import Calibration
 from dspark.decoding import SamplingSettings
 from dspark.engine.core import EngineCore, EngineSettings, RequestHandle
 from dspark.engine.generation import generate
@@ -294,6 +296,36 @@ def test_steps_are_recorded_and_can_be_replayed() -> None:
     for lengths_R, record in zip(replayed_lengths(read, parse_policy("delayed"), core.cost), records, strict=True):
         assert lengths_R.tolist() == record.verify_lengths_R.tolist()
     assert any(record.verify_lengths_R.any() for record in records)
+
+
+def test_confidences_are_calibrated_for_each_request_by_its_temperature() -> None:
+    temperatures = (0.0, 1.0, 0.4)
+    calibration = Calibration(by_sampling_temperature={0.0: (0.5, 2.0, 4.0), 1.0: (3.0, 0.25, 1.5)})
+
+    def records(fitted: Calibration | None) -> list[StepRecord]:
+        drafter, steps = make_drafter(), []
+        drafter.calibration = fitted
+        core = EngineCore(make_target(), drafter, policy=parse_policy("fixed:3"), settings=SMALL, on_step=steps.append)
+        for number, temperature in enumerate(temperatures):  # their choices are numbered like them
+            sampling = SamplingSettings(temperature=temperature, seed=1)
+            core.submit(Request(prompt_ids=(3, number), sampling=sampling, max_tokens=15 + number))
+        core.run()
+        return steps
+
+    compared = 0
+    for plain, calibrated in zip(records(None), records(calibration), strict=True):
+        if plain.drafts is None:
+            continue
+        assert calibrated.drafts is not None
+        assert plain.drafts.confidences_RG is not None
+        assert calibrated.drafts.confidences_RG is not None
+        for row, (choice, length) in enumerate(zip(plain.drafts.request_ids_R, plain.drafts.lengths_R, strict=True)):
+            confidences = plain.drafts.confidences_RG[row, :length]
+            logits = (np.log(confidences) - np.log1p(-confidences)).tolist()
+            expected = calibration.confidences(logits, temperatures[choice])
+            assert calibrated.drafts.confidences_RG[row, :length].tolist() == pytest.approx(expected)
+            compared += length
+    assert compared > 40
 
 
 def test_measured_steps_correct_the_cost() -> None:
