@@ -265,7 +265,7 @@ class Stepper:
                 deltas.append(None)
                 continue
             delta = row.choice.append(outcome.tokens, outcome.logprobs)
-            if index < plan.batch.num_requests:
+            if index < plan.batch.num_requests and row.start > 0:  # a prompt of one token has its own pass here
                 row.choice.rounds.add(
                     drafted=int(plan.draft_lengths_R[index]),
                     verified=len(draft.tokens),
