@@ -26,9 +26,12 @@ if TYPE_CHECKING:
     from dspark.engine.request import Delta as Delta
     from dspark.engine.request import Request as Request
     from dspark.engine.request import RequestResult as RequestResult
+    from dspark.engine.request import SpeculationCounts as SpeculationCounts
+    from dspark.engine.request import TokenLogprob as TokenLogprob
     from dspark.engine.result import GenerationResult as GenerationResult
     from dspark.engine.result import RoundEvent as RoundEvent
     from dspark.engine.speculation import SpeculationSettings as SpeculationSettings
+    from dspark.engine.statistics import EngineStatistics as EngineStatistics
     from dspark.models.loading import LoadedTarget as LoadedTarget
     from dspark.models.loading import load_target as load_target
 
@@ -40,6 +43,7 @@ _MODULES = {
     "Engine": "dspark.engine.engine",
     "EngineError": "dspark.engine.engine",
     "EngineSettings": "dspark.engine.core",
+    "EngineStatistics": "dspark.engine.statistics",
     "Generation": "dspark.engine.engine",
     "GenerationResult": "dspark.engine.result",
     "LoadedTarget": "dspark.models.loading",
@@ -48,7 +52,9 @@ _MODULES = {
     "RequestResult": "dspark.engine.request",
     "RoundEvent": "dspark.engine.result",
     "SamplingSettings": "dspark.decoding.settings",
+    "SpeculationCounts": "dspark.engine.request",
     "SpeculationSettings": "dspark.engine.speculation",
+    "TokenLogprob": "dspark.engine.request",
     "generate": "dspark.engine.generation",
     "load_drafter": "dspark.drafters.checkpoint",
     "load_target": "dspark.models.loading",
