@@ -12,7 +12,7 @@ from transformers import PreTrainedTokenizerBase
 from dspark.drafters.protocol import Drafter
 from dspark.engine.choice import Choice
 from dspark.engine.queue import FairQueue
-from dspark.engine.request import Delta, Request, RequestResult
+from dspark.engine.request import Delta, Request, RequestResult, check_whole_number
 from dspark.engine.slots import Slots
 from dspark.engine.statistics import EngineStatistics, StepTotals
 from dspark.engine.step import Row, Stepper
@@ -48,10 +48,11 @@ class EngineSettings:
 
     def __post_init__(self) -> None:
         for name in ("max_concurrency", "max_prefill_tokens", "max_waiting"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} is {getattr(self, name)}; it must be at least 1")
-        if self.max_length is not None and self.max_length < 2:
-            raise ValueError(f"max_length is {self.max_length}; it must hold a prompt and an answer, 2 or more")
+            check_whole_number(name, getattr(self, name), least=1)
+        if self.max_length is not None:
+            check_whole_number("max_length", self.max_length, least=2)  # a prompt and an answer
+        if self.kv_memory_bytes is not None:
+            check_whole_number("kv_memory_bytes", self.kv_memory_bytes, least=1)
 
 
 @dataclass(kw_only=True, eq=False)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import operator
+from collections.abc import Callable, Set
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
@@ -47,18 +48,36 @@ class Request:
     random: Callable[[], float] | None = None
 
     def __post_init__(self) -> None:
-        if len(self.prompt_ids) == 0:
-            raise ValueError("prompt is empty: give at least one token (or use the chat template)")
-        if self.max_tokens < 1:
-            raise ValueError(f"max_tokens is {self.max_tokens}; it must be at least 1")
-        if self.n < 1:
-            raise ValueError(f"n is {self.n}; it must be at least 1")
-        if self.logprobs is not None and self.logprobs < 0:
-            raise ValueError(f"logprobs is {self.logprobs}; give None for none, 0 or more")
-        if self.max_draft_tokens is not None and self.max_draft_tokens < 0:
-            raise ValueError(f"max_draft_tokens is {self.max_draft_tokens}; it must not be negative")
-        if not isinstance(self.stop_strings, tuple) or "" in self.stop_strings:
+        try:
+            object.__setattr__(self, "prompt_ids", tuple(map(operator.index, self.prompt_ids)))
+        except TypeError:
+            raise ValueError("prompt_ids must be token ids, whole numbers (a text goes through the tokenizer)") from None
+        if not self.prompt_ids:
+            raise ValueError("prompt_ids is empty: give at least one token (or use the chat template)")
+        if not isinstance(self.sampling, SamplingSettings):
+            raise ValueError(f"sampling is {self.sampling!r}; give SamplingSettings")
+        check_whole_number("max_tokens", self.max_tokens, least=1)
+        check_whole_number("n", self.n, least=1)
+        for name in ("logprobs", "max_draft_tokens"):
+            if getattr(self, name) is not None:
+                check_whole_number(name, getattr(self, name), least=0)
+        if not isinstance(self.stop_token_ids, Set) or not all(isinstance(token, int) for token in self.stop_token_ids):
+            raise ValueError("stop_token_ids must be a set of token ids")
+        if not isinstance(self.stop_strings, tuple) or not all(
+            isinstance(text, str) and text for text in self.stop_strings
+        ):
             raise ValueError("stop_strings must be a tuple of texts that are not empty")
+        for name in ("user", "prefix_namespace"):
+            if not isinstance(getattr(self, name), str):
+                raise ValueError(f"{name} is {getattr(self, name)!r}; it must be a text")
+        if self.random is not None and not callable(self.random):
+            raise ValueError("random must be a function that gives numbers in [0, 1)")
+
+
+def check_whole_number(name: str, value: object, *, least: int) -> None:
+    """Raise ValueError, naming it, unless it is an integer of at least ``least``."""
+    if not isinstance(value, int) or isinstance(value, bool) or value < least:
+        raise ValueError(f"{name} is {value!r}; it must be a whole number of at least {least}")
 
 
 @dataclass(frozen=True, kw_only=True)
