@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 from dataclasses import asdict, replace
 
@@ -390,3 +391,71 @@ def test_a_single_token_prompt_and_a_full_context() -> None:
     assert completion.finish_reason == "length"
     assert len(completion.token_ids) == CONTEXT - 1
     assert tokens_of(handle) == alone(Request(prompt_ids=(2,), max_tokens=10_000))
+
+
+def test_a_request_that_was_abandoned_can_be_cancelled() -> None:
+    core = make_core()
+    handle = core.submit(Request(prompt_ids=(1, 2), max_tokens=30, n=2))
+    core.step()
+    assert core.abandon() == [handle]
+    core.cancel(handle)
+    assert_empty(core)
+    again = core.submit(Request(prompt_ids=(1, 2), max_tokens=5))
+    core.run()
+    assert tokens_of(again) == alone(Request(prompt_ids=(1, 2), max_tokens=5))
+
+
+@pytest.mark.parametrize("victim", [0, 1, 2])
+def test_cancelling_from_a_delta(victim: int) -> None:
+    """Its own request, or one that has its turn before or after it in the same step."""
+    core = make_core("fixed:3")
+    deltas: list[list[Delta]] = [[], [], []]
+    handles: list[RequestHandle] = []
+
+    def take_in(number: int, delta: Delta) -> None:
+        deltas[number].append(delta)
+        if number == 1 and len(deltas[1]) == 3:
+            core.cancel(handles[victim])
+
+    for number in range(3):
+        request = Request(prompt_ids=(3, number), max_tokens=30, n=2)
+        handles.append(core.submit(request, on_delta=lambda delta, number=number: take_in(number, delta)))
+    core.run()
+    assert_empty(core)
+    for number, handle in enumerate(handles):
+        whole = alone(handle.request)
+        for index, completion in enumerate(result_of(handle).completions):
+            spelt = sum((delta.token_ids for delta in deltas[number] if delta.choice == index), ())
+            assert completion.token_ids == spelt == whole[index][: len(spelt)]
+            assert completion.finish_reason == ("cancelled" if number == victim else "length")
+
+
+def test_settings_that_leave_no_token_are_refused_before_they_cost_others() -> None:
+    core = make_core("fixed:3")
+    other = core.submit(Request(prompt_ids=(1, 2), max_tokens=20))
+    for changes, message in (
+        ({"logit_bias": {token: -math.inf for token in range(VOCABULARY)}}, "logit_bias forbids every token"),
+        ({"logit_bias": {token: -1e300 for token in range(VOCABULARY)}}, "logit_bias"),
+        ({"logit_bias": {1: 1e300}}, "logit_bias"),
+        ({"repetition_penalty": 1e300}, "repetition_penalty"),
+        ({"repetition_penalty": 1e-300}, "repetition_penalty"),
+        ({"temperature": 1e300, "logit_bias": {1: -math.inf}}, "temperature"),
+    ):
+        sampling = SamplingSettings(**changes)  # type: ignore[arg-type]
+        with pytest.raises(ValueError, match=message):
+            core.submit(Request(prompt_ids=(1, 2), max_tokens=5, sampling=sampling))
+    core.run()
+    assert tokens_of(other) == alone(other.request)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1e-5, 1e10])
+@pytest.mark.parametrize("penalty", [1e-10, 1e10])
+@pytest.mark.parametrize("bias", [{}, {1: 1e10, 2: -math.inf}, {token: -1e10 for token in range(VOCABULARY)}])
+def test_the_farthest_settings_that_are_let_in_work(
+    temperature: float, penalty: float, bias: dict[int, float]
+) -> None:
+    core = make_core("fixed:3")
+    sampling = SamplingSettings(temperature=temperature, repetition_penalty=penalty, logit_bias=bias)
+    handle = core.submit(Request(prompt_ids=(1, 2, 3, 4, 5, 0), max_tokens=20, sampling=sampling))
+    core.run()
+    assert len(tokens_of(handle)[0]) == 20

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections import Counter
 from collections.abc import Callable
@@ -9,6 +10,7 @@ from dataclasses import dataclass, field
 
 from transformers import PreTrainedTokenizerBase
 
+from dspark.decoding import SamplingSettings
 from dspark.drafters.protocol import Drafter
 from dspark.engine.choice import Choice
 from dspark.engine.queue import FairQueue
@@ -20,6 +22,8 @@ from dspark.models.target import Target
 from dspark.scheduling import Off, Policy, StepCost, StepRecord
 
 __all__ = ["EngineCore", "EngineSettings", "RequestHandle"]
+
+_FARTHEST = 1e10  # for numbers that logits are added to, multiplied with or divided by: float32 ends at 3e38
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -149,6 +153,8 @@ class EngineCore:
         self._handles: dict[int, RequestHandle] = {}  # unfinished, by request id
         self._handle_of: dict[int, RequestHandle] = {}  # by choice id
         self._next_request_id = self._next_choice_id = 0
+        self._is_delivering = False
+        self._to_cancel: list[RequestHandle] = []
         self._finished: Counter[str] = Counter()
         self._totals = StepTotals()
 
@@ -228,16 +234,21 @@ class EngineCore:
             )
         if not all(0 <= token < vocab_size for token in request.prompt_ids):
             raise ValueError(f"prompt holds a token id outside the vocabulary 0..{vocab_size - 1}")
-        if any(token >= vocab_size for token in request.sampling.logit_bias):
-            raise ValueError(f"logit_bias names a token id outside the vocabulary 0..{vocab_size - 1}")
+        _check_sampling(request.sampling, vocab_size)
         if request.stop_strings and self._tokenizer is None:
             raise ValueError("stop_strings need a tokenizer")
         if request.logprobs is not None and request.logprobs > vocab_size:
             raise ValueError(f"logprobs is {request.logprobs}; the vocabulary has {vocab_size} tokens")
 
     def cancel(self, handle: RequestHandle) -> None:
-        """End a request where it is and free its memory at once; nothing happens if it is finished."""
-        if handle.is_finished:
+        """End a request where it is and free its memory at once; nothing happens if it is finished or abandoned.
+
+        While a step's deltas go out, requests end behind them: what was computed is delivered.
+        """
+        if handle.request_id not in self._handles:
+            return
+        if self._is_delivering:
+            self._to_cancel.append(handle)
             return
         handle.unforked.clear()
         for choice in handle.choices:
@@ -256,9 +267,13 @@ class EngineCore:
             handle = self._handle_of[row.choice.choice_id]
             handle.started_at = now if handle.started_at is None else handle.started_at
         record, deltas = self._stepper.run(decoding, chunks)
+        self._is_delivering = True
         for row, delta in zip((*decoding, *chunks), deltas, strict=True):
             self._take_in(row, delta)
+        self._is_delivering = False
         self._totals.add(record)
+        while self._to_cancel:
+            self.cancel(self._to_cancel.pop())
         if self._on_step is not None:
             self._on_step(record)
         return True
@@ -270,6 +285,8 @@ class EngineCore:
 
     def abandon(self) -> list[RequestHandle]:
         """Drop all that is running or waits, without results, as after an error; returns what was dropped."""
+        self._is_delivering = False
+        self._to_cancel.clear()
         dropped = list(self._handles.values())
         for handle in dropped:
             for choice in handle.choices:
@@ -409,6 +426,23 @@ class EngineCore:
             self._finished[str(choice.finish_reason)] += 1
         if handle.on_result is not None:
             handle.on_result(handle.result)
+
+
+def _check_sampling(settings: SamplingSettings, vocab_size: int) -> None:
+    """Refuse what leaves no distribution, or overflows float32 on the way: it would fail in a step, beside others."""
+    if any(token >= vocab_size for token in settings.logit_bias):
+        raise ValueError(f"logit_bias names a token id outside the vocabulary 0..{vocab_size - 1}")
+    forbidden = sum(bias == -math.inf for bias in settings.logit_bias.values())
+    if forbidden == vocab_size:
+        raise ValueError("logit_bias forbids every token: leave one")
+    if any(_FARTHEST < abs(bias) < math.inf for bias in settings.logit_bias.values()):
+        raise ValueError(f"logit_bias is beyond {_FARTHEST:g}: give less, or -inf to forbid a token")
+    if settings.temperature > _FARTHEST:
+        raise ValueError(f"temperature is {settings.temperature:g}; it must be at most {_FARTHEST:g}")
+    if not 1 / _FARTHEST <= settings.repetition_penalty <= _FARTHEST:
+        raise ValueError(
+            f"repetition_penalty is {settings.repetition_penalty:g}; it must be {1 / _FARTHEST:g} to {_FARTHEST:g}"
+        )
 
 
 def _row(choice: Choice, start: int, length: int) -> Row:
