@@ -451,9 +451,7 @@ def test_settings_that_leave_no_token_are_refused_before_they_cost_others() -> N
 @pytest.mark.parametrize("temperature", [0.0, 1e-5, 1e10])
 @pytest.mark.parametrize("penalty", [1e-10, 1e10])
 @pytest.mark.parametrize("bias", [{}, {1: 1e10, 2: -math.inf}, {token: -1e10 for token in range(VOCABULARY)}])
-def test_the_farthest_settings_that_are_let_in_work(
-    temperature: float, penalty: float, bias: dict[int, float]
-) -> None:
+def test_the_farthest_settings_that_are_let_in_work(temperature: float, penalty: float, bias: dict[int, float]) -> None:
     core = make_core("fixed:3")
     sampling = SamplingSettings(temperature=temperature, repetition_penalty=penalty, logit_bias=bias)
     handle = core.submit(Request(prompt_ids=(1, 2, 3, 4, 5, 0), max_tokens=20, sampling=sampling))

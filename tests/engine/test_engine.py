@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 
 import pytest
 
 from dspark.decoding import SamplingSettings
+from dspark.engine.choice import Choice
 from dspark.engine.core import EngineSettings
 from dspark.engine.engine import Engine, EngineError, Generation
 from dspark.engine.queue import QueueFull
 from dspark.engine.request import Request
 from dspark.models.loading import LoadedTarget
+from dspark.scheduling import StepRecord
 from tests.cli.tokenizer import character_tokenizer
 from tests.engine.confident import make_cost, make_drafter, make_request, make_target
 from tests.engine.table_models import TableTarget
@@ -34,14 +37,16 @@ class FlakyTarget(TableTarget):
         return super().forward(*arguments, **named)
 
 
-def make_engine(policy: str = "delayed", **settings: object) -> tuple[Engine, FlakyTarget]:
+def make_engine(
+    policy: str = "delayed", *, on_step: Callable[[StepRecord], None] | None = None, **settings: object
+) -> tuple[Engine, FlakyTarget]:
     plain = make_target()
     model = FlakyTarget(plain.table_SV, context=plain.config.max_position_embeddings)
     model.gate = threading.Event()
     model.gate.set()
     target = LoadedTarget(model=model, tokenizer=character_tokenizer(), name="table", stop_token_ids=frozenset())
     made = EngineSettings(**{"kv_memory_bytes": 10**6, "max_concurrency": 4, **settings})  # type: ignore[arg-type]
-    return Engine(target, make_drafter(), policy=policy, cost=make_cost(), settings=made), model
+    return Engine(target, make_drafter(), policy=policy, cost=make_cost(), settings=made, on_step=on_step), model
 
 
 def submit_without_end(engine: Engine) -> None:
@@ -211,3 +216,113 @@ def test_unseeded_requests_differ_and_seeded_do_not(engine: Engine) -> None:
 
     assert len(answers(None)) > 1
     assert len(answers(7)) == 1
+
+
+def test_a_lost_request_can_be_cancelled() -> None:
+    engine, model = make_engine()
+    with engine:
+        model.failures = 1
+        lost = engine.submit(prompt_ids=(3, 1), max_tokens=5)
+        with pytest.raises(EngineError):
+            lost.result(60)
+        lost.cancel()
+        assert len(engine.submit(prompt_ids=(3, 1), max_tokens=5).result(60).completions[0].token_ids) == 5
+
+
+def test_a_listener_whose_event_loop_is_gone_costs_nobody(engine: Engine) -> None:
+    generation = engine.submit(prompt_ids=(3, 1), max_tokens=60)
+    deltas = aiter(generation)
+
+    async def first() -> None:
+        await anext(deltas)
+
+    loop = asyncio.new_event_loop()
+    loop.run_until_complete(first())
+    loop.close()  # the iteration is left where it is, listener and all
+    assert len(generation.result(60).completions[0].token_ids) == 60
+    assert engine.statistics().running == 0
+
+
+def test_what_is_accepted_is_not_refused_later() -> None:
+    """The queue may have filled meanwhile, with choices whose prompt became known."""
+    engine, model = make_engine(max_waiting=2, max_concurrency=1)
+    with engine:
+        model.gate.clear()
+        first = engine.submit(prompt_ids=(3, 1, 2), max_tokens=5, n=4)
+        while engine._core.num_waiting or engine._submitted:
+            time.sleep(0.01)
+        others = [engine.submit(prompt_ids=(3, number), max_tokens=5) for number in range(2)]
+        model.gate.set()
+        for generation in (first, *others):
+            assert generation.result(60).completions[-1].finish_reason == "length"
+
+
+def test_an_exit_in_a_listener_is_told_to_those_who_wait() -> None:
+    def leave(record: StepRecord) -> None:
+        raise SystemExit(3)
+
+    engine, _ = make_engine(on_step=leave)
+    with engine:
+        with pytest.raises(EngineError):
+            engine.submit(prompt_ids=(3, 1), max_tokens=50).result(60)
+        with pytest.raises(EngineError, match="the engine has ended"):
+            engine.submit(prompt_ids=(3, 1))
+
+
+def test_an_error_while_cancelling_costs_what_was_there_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine, model = make_engine()
+    with engine:
+        generation = engine.submit(prompt_ids=(3, 1), max_tokens=100)
+        next(generation.deltas(60))
+        model.gate.clear()
+        with monkeypatch.context() as patch:
+            patch.setattr(Choice, "cancel", lambda choice: 1 / 0)
+            generation.cancel()
+            model.gate.set()
+            with pytest.raises(EngineError, match="division"):
+                generation.result(60)
+        assert len(engine.submit(prompt_ids=(3, 1), max_tokens=5).result(60).completions[0].token_ids) == 5
+        assert engine.statistics().memory.num_used_blocks == 0
+
+
+def test_the_engines_own_thread_is_not_left_waiting_for_itself() -> None:
+    caught: list[BaseException] = []
+    generations: list[Generation] = []
+
+    def wait(record: StepRecord) -> None:
+        for waiting in (generations[0].result, lambda: list(generations[0].deltas())):
+            try:
+                waiting()
+            except RuntimeError as error:
+                caught.append(error)
+
+    engine, model = make_engine(on_step=wait)
+    with engine:
+        model.gate.clear()
+        generations.append(engine.submit(prompt_ids=(3, 1), max_tokens=50))
+        model.gate.set()
+        assert len(generations[0].result(60).completions[0].token_ids) == 50
+    assert "the engine's own thread" in str(caught[0])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"prompt": 7}, "prompt is 7"),
+        ({"prompt": ""}, "prompt_ids is empty"),
+        ({"prompt_ids": (1.5,)}, "prompt_ids must"),
+        ({"messages": []}, "messages is empty"),
+        ({"messages": "hello"}, "messages must"),
+        ({"messages": [{"content": "hello"}]}, "messages must"),
+        ({"messages": [{"role": "user", "content": None}]}, "messages must"),
+        ({"prompt_ids": (1,), "stop": 5}, "stop is 5"),
+        ({"prompt_ids": (1,), "stop": 5}, "stop is 5"),
+        ({"prompt_ids": (1,), "sampling": {}}, "sampling is"),
+        ({"prompt_ids": (1,), "stop_token_ids": 5}, "stop_token_ids must"),
+    ],
+)
+def test_arguments_of_the_wrong_kind_are_refused_by_name(
+    engine: Engine, arguments: dict[str, object], message: str
+) -> None:
+    with pytest.raises(ValueError, match=message):
+        engine.submit(**arguments)  # type: ignore[arg-type]

@@ -189,8 +189,12 @@ class EngineCore:
         *,
         on_delta: Callable[[Delta], None] | None = None,
         on_result: Callable[[RequestResult], None] | None = None,
+        is_accepted: bool = False,
     ) -> RequestHandle:
         """Queue a request.
+
+        Args:
+            is_accepted: the caller has told its user that it may wait: ``max_waiting`` does not refuse it any more.
 
         Raises:
             ValueError: naming the field, if it can never run here.
@@ -216,7 +220,7 @@ class EngineCore:
                 tokenizer=self._tokenizer,
             )
             handle.choices.append(choice)
-        self._queue.push(handle.choices[0], request.user)
+        self._queue.push(handle.choices[0], request.user, is_accepted=is_accepted)
         handle.unforked = handle.choices[1:]
         self._next_request_id += 1
         self._next_choice_id += request.n

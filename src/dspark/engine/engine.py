@@ -5,8 +5,10 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
+from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
+from contextlib import suppress
 from functools import partial
 from types import TracebackType
 from typing import Self
@@ -15,7 +17,7 @@ from dspark.decoding import SamplingSettings
 from dspark.drafters.protocol import Drafter
 from dspark.engine.core import EngineCore, EngineSettings, RequestHandle
 from dspark.engine.queue import QueueFull
-from dspark.engine.request import Delta, Request, RequestResult
+from dspark.engine.request import Delta, Request, RequestResult, token_ids
 from dspark.engine.statistics import EngineStatistics
 from dspark.models.chat import chat_token_ids, text_token_ids
 from dspark.models.loading import LoadedTarget
@@ -57,7 +59,7 @@ class Generation:
         seen = 0
         while True:
             with self._changed:
-                if not self._changed.wait_for(partial(self._has_more_than, seen), timeout):
+                if not self._wait_for(partial(self._has_more_than, seen), timeout):
                     raise TimeoutError(f"no delta in {timeout} seconds")
                 fresh = self._deltas[seen:]
             yield from fresh
@@ -71,7 +73,8 @@ class Generation:
         loop, changed, seen = asyncio.get_running_loop(), asyncio.Event(), 0
 
         def listener() -> None:
-            loop.call_soon_threadsafe(changed.set)
+            with suppress(RuntimeError):  # the loop was closed in the middle: nobody listens any more
+                loop.call_soon_threadsafe(changed.set)
 
         with self._changed:
             self._listeners.append(listener)
@@ -103,7 +106,7 @@ class Generation:
             TimeoutError: it has not ended in time; it goes on.
         """
         with self._changed:
-            if not self._changed.wait_for(lambda: self._is_over, timeout):
+            if not self._wait_for(lambda: self._is_over, timeout):
                 raise TimeoutError(f"the request has not ended in {timeout} seconds")
         self._raise_error()
         assert self._result is not None, "it is over"
@@ -112,6 +115,11 @@ class Generation:
     def cancel(self) -> None:
         """End it where it is: the result then holds what there was, with finish reason ``cancelled``."""
         self._engine._cancel(self)
+
+    def _wait_for(self, is_there: Callable[[], bool], timeout: float | None) -> bool:
+        if not is_there() and threading.current_thread() is self._engine._thread:
+            raise RuntimeError("the engine's own thread cannot wait for what it has to compute: ask from another one")
+        return self._changed.wait_for(is_there, timeout)
 
     def _has_more_than(self, seen: int) -> bool:
         return self._is_over or len(self._deltas) > seen
@@ -184,10 +192,10 @@ class Engine:
             on_step=on_step,
         )
         self._wake = threading.Condition()
-        self._commands: list[Callable[[], None]] = []
-        self._submitted = 0  # of the commands
+        self._commands: deque[Callable[[], None]] = deque()
+        self._submitted = 0  # accepted, and not in the core yet
         self._is_closed = False
-        self._takes_commands = True  # False once the engine's thread has looked at them for the last time
+        self._has_ended = False  # nobody looks at commands any more
         self._error: BaseException | None = None
         self._generations: dict[int, Generation] = {}  # unfinished, by request id; of the engine's thread
         self._thread = threading.Thread(target=self._run, name="dspark-engine", daemon=True)
@@ -273,11 +281,11 @@ class Engine:
             EngineError: the engine has ended.
         """
         request = Request(
-            prompt_ids=self._prompt_ids(messages, prompt, prompt_ids),
-            sampling=sampling or SamplingSettings(),
+            prompt_ids=token_ids(self._prompt_ids(messages, prompt, prompt_ids)),
+            sampling=SamplingSettings() if sampling is None else sampling,
             max_tokens=max_tokens,
             stop_token_ids=self._target.stop_token_ids if stop_token_ids is None else stop_token_ids,
-            stop_strings=(stop,) if isinstance(stop, str) else tuple(stop),
+            stop_strings=_stop_strings(stop),
             n=n,
             logprobs=logprobs,
             max_draft_tokens=max_draft_tokens,
@@ -312,11 +320,10 @@ class Engine:
         """Counts since the start, and what is there now, between two steps."""
         answer: Future[EngineStatistics] = Future()
         with self._wake:
-            if self._takes_commands and threading.current_thread() is not self._thread:
-                self._commands.append(lambda: answer.set_result(self._core.statistics()))
-                self._wake.notify()
-            else:
-                answer.set_result(self._core.statistics())
+            if self._has_ended or threading.current_thread() is self._thread:
+                return self._core.statistics()
+            self._commands.append(lambda: answer.set_result(self._core.statistics()))
+            self._wake.notify()
         return answer.result()
 
     def close(self, *, drain: bool = False) -> None:
@@ -342,16 +349,19 @@ class Engine:
         messages: Sequence[Mapping[str, str]] | None,
         prompt: str | None,
         prompt_ids: Sequence[int] | None,
-    ) -> tuple[int, ...]:
+    ) -> Sequence[int]:
         if sum(given is not None for given in (messages, prompt, prompt_ids)) != 1:
             raise ValueError("give exactly one of messages, prompt and prompt_ids")
         tokenizer = self._target.tokenizer
         if messages is not None:
+            _check_messages(messages)
             return tuple(chat_token_ids(tokenizer, messages))
         if prompt is not None:
+            if not isinstance(prompt, str):
+                raise ValueError(f"prompt is {prompt!r}; it must be a text (tokens go into prompt_ids)")
             return tuple(text_token_ids(tokenizer, prompt))
         assert prompt_ids is not None, "one of the three is given"
-        return tuple(prompt_ids)
+        return prompt_ids
 
     def _submit_if_room(self, request: Request) -> Generation | None:
         generation = Generation(self, request)
@@ -378,36 +388,47 @@ class Engine:
     # ---- the engine's thread -----------------------------------------------------------------------------------------
 
     def _run(self) -> None:
+        try:
+            self._serve()
+        except BaseException as error:  # an exit, too, would leave those who wait without an answer
+            self._die(error)
+
+    def _serve(self) -> None:
         errors_in_a_row = 0
         while True:
             with self._wake:
                 self._wake.wait_for(lambda: self._commands or self._core.has_work or self._is_closed)
-                commands, self._commands, self._submitted = self._commands, [], 0
-                self._takes_commands = bool(commands) or self._core.has_work or not self._is_closed
-            if not self._takes_commands:
-                return
-            for command in commands:
-                command()
+                num_commands = len(self._commands)
+                if num_commands == 0 and not self._core.has_work:
+                    self._has_ended = True
+                    return
             try:
+                for _ in range(num_commands):
+                    self._commands.popleft()()
                 self._core.step()
                 errors_in_a_row = 0
             except Exception as error:
                 errors_in_a_row += 1
                 if errors_in_a_row == _ERRORS_IN_A_ROW:
-                    self._die(error)
-                    return
+                    raise
                 self._lose_all(error)
 
     def _start(self, generation: Generation) -> None:
         try:
+            if self._error is not None:
+                raise self._error
             handle = self._core.submit(
                 generation.request,
                 on_delta=generation._add,
                 on_result=lambda result: self._finish(generation, result),
+                is_accepted=True,
             )
         except Exception as error:
             generation._end(error)
             return
+        finally:
+            with self._wake:
+                self._submitted -= 1
         generation._handle = handle
         self._generations[handle.request_id] = generation
 
@@ -425,17 +446,38 @@ class Engine:
 
     def _lose_all(self, error: BaseException) -> None:
         """After an error in a step nothing that was running can be trusted; the engine goes on empty."""
-        self._core.abandon()
-        for generation in list(self._generations.values()):
-            generation._end(error)
-        self._generations.clear()
+        try:
+            self._core.abandon()
+        finally:
+            for generation in list(self._generations.values()):
+                generation._end(error)
+            self._generations.clear()
 
     def _die(self, error: BaseException) -> None:
         with self._wake:
             self._error = error
-            self._takes_commands = False
-            commands, self._commands = self._commands, []
-        self._lose_all(error)
-        for command in commands:
-            command()  # requests that came in meanwhile are told, too
-        self._lose_all(error)
+        try:
+            self._lose_all(error)
+        finally:
+            with self._wake:
+                while self._commands:  # who submitted or asked meanwhile is told, too
+                    self._commands.popleft()()
+                self._has_ended = True
+
+
+def _check_messages(messages: Sequence[Mapping[str, str]]) -> None:
+    if len(messages) == 0:
+        raise ValueError("messages is empty: give at least one")
+    for message in messages:
+        if not isinstance(message, Mapping) or not all(
+            isinstance(message.get(key), str) for key in ("role", "content")
+        ):
+            raise ValueError('messages must be {"role": ..., "content": ...} each, with texts')
+
+
+def _stop_strings(stop: str | Sequence[str]) -> tuple[str, ...]:
+    if isinstance(stop, str):
+        return (stop,)
+    if not isinstance(stop, Sequence):
+        raise ValueError(f"stop is {stop!r}; give a text or a list of texts")
+    return tuple(stop)

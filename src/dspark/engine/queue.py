@@ -54,13 +54,16 @@ class FairQueue(Generic[T]):
                     break
             turns = still_waiting
 
-    def push(self, item: T, user: str) -> None:
+    def push(self, item: T, user: str, *, is_accepted: bool = False) -> None:
         """Let an item wait for its user's turn.
+
+        Args:
+            is_accepted: it waits even above ``max_waiting``: somebody has counted already.
 
         Raises:
             QueueFull: ``max_waiting`` items wait already.
         """
-        if len(self) >= self.max_waiting:
+        if not is_accepted and len(self) >= self.max_waiting:
             raise QueueFull(
                 f"{len(self)} requests are waiting and max_waiting is {self.max_waiting}: "
                 "try again when some are done, or set max_waiting higher."

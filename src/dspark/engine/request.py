@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Set
+from collections.abc import Callable, Iterable, Set
 from dataclasses import asdict, dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, SupportsIndex
 
 from dspark.decoding import SamplingSettings
 
@@ -48,10 +48,7 @@ class Request:
     random: Callable[[], float] | None = None
 
     def __post_init__(self) -> None:
-        try:
-            object.__setattr__(self, "prompt_ids", tuple(map(operator.index, self.prompt_ids)))
-        except TypeError:
-            raise ValueError("prompt_ids must be token ids, whole numbers (a text goes through the tokenizer)") from None
+        object.__setattr__(self, "prompt_ids", token_ids(self.prompt_ids))
         if not self.prompt_ids:
             raise ValueError("prompt_ids is empty: give at least one token (or use the chat template)")
         if not isinstance(self.sampling, SamplingSettings):
@@ -72,6 +69,18 @@ class Request:
                 raise ValueError(f"{name} is {getattr(self, name)!r}; it must be a text")
         if self.random is not None and not callable(self.random):
             raise ValueError("random must be a function that gives numbers in [0, 1)")
+
+
+def token_ids(values: Iterable[SupportsIndex]) -> tuple[int, ...]:
+    """A prompt's tokens as plain integers, whatever kind of integers and sequence they come in.
+
+    Raises:
+        ValueError: they are no integers.
+    """
+    try:
+        return tuple(map(operator.index, values))
+    except TypeError:
+        raise ValueError("prompt_ids must be token ids, whole numbers (a text goes through the tokenizer)") from None
 
 
 def check_whole_number(name: str, value: object, *, least: int) -> None:
