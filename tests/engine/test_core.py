@@ -434,8 +434,8 @@ def test_settings_that_leave_no_token_are_refused_before_they_cost_others() -> N
     core = make_core("fixed:3")
     other = core.submit(Request(prompt_ids=(1, 2), max_tokens=20))
     for changes, message in (
-        ({"logit_bias": {token: -math.inf for token in range(VOCABULARY)}}, "logit_bias forbids every token"),
-        ({"logit_bias": {token: -1e300 for token in range(VOCABULARY)}}, "logit_bias"),
+        ({"logit_bias": dict.fromkeys(range(VOCABULARY), -math.inf)}, "logit_bias forbids every token"),
+        ({"logit_bias": dict.fromkeys(range(VOCABULARY), -1e300)}, "logit_bias"),
         ({"logit_bias": {1: 1e300}}, "logit_bias"),
         ({"repetition_penalty": 1e300}, "repetition_penalty"),
         ({"repetition_penalty": 1e-300}, "repetition_penalty"),
@@ -450,7 +450,7 @@ def test_settings_that_leave_no_token_are_refused_before_they_cost_others() -> N
 
 @pytest.mark.parametrize("temperature", [0.0, 1e-5, 1e10])
 @pytest.mark.parametrize("penalty", [1e-10, 1e10])
-@pytest.mark.parametrize("bias", [{}, {1: 1e10, 2: -math.inf}, {token: -1e10 for token in range(VOCABULARY)}])
+@pytest.mark.parametrize("bias", [{}, {1: 1e10, 2: -math.inf}, dict.fromkeys(range(VOCABULARY), -1e10)])
 def test_the_farthest_settings_that_are_let_in_work(temperature: float, penalty: float, bias: dict[int, float]) -> None:
     core = make_core("fixed:3")
     sampling = SamplingSettings(temperature=temperature, repetition_penalty=penalty, logit_bias=bias)

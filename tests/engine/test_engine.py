@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import pytest
 
@@ -326,3 +329,15 @@ def test_arguments_of_the_wrong_kind_are_refused_by_name(
 ) -> None:
     with pytest.raises(ValueError, match=message):
         engine.submit(**arguments)  # type: ignore[arg-type]
+
+
+def test_a_program_may_end_with_its_engine_at_work() -> None:
+    program = """
+from tests.engine.test_engine import make_engine
+engine, _ = make_engine()
+generations = [engine.submit(prompt_ids=(3, 1), max_tokens=100) for _ in range(8)]
+next(generations[0].deltas(60))
+"""
+    root = Path(__file__).parents[2]
+    ended = subprocess.run([sys.executable, "-c", program], cwd=root, capture_output=True, text=True, timeout=120)
+    assert (ended.returncode, ended.stderr) == (0, "")

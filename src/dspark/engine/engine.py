@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import atexit
 import threading
 import time
 from collections import deque
@@ -200,6 +201,7 @@ class Engine:
         self._generations: dict[int, Generation] = {}  # unfinished, by request id; of the engine's thread
         self._thread = threading.Thread(target=self._run, name="dspark-engine", daemon=True)
         self._thread.start()
+        atexit.register(self.close)  # a thread in the middle of a pass when the interpreter goes down would abort it
 
     @classmethod
     def load(
@@ -335,6 +337,7 @@ class Engine:
             self._wake.notify()
         if threading.current_thread() is not self._thread:
             self._thread.join()
+            atexit.unregister(self.close)
 
     def __enter__(self) -> Self:
         return self
