@@ -457,3 +457,18 @@ def test_the_farthest_settings_that_are_let_in_work(temperature: float, penalty:
     handle = core.submit(Request(prompt_ids=(1, 2, 3, 4, 5, 0), max_tokens=20, sampling=sampling))
     core.run()
     assert len(tokens_of(handle)[0]) == 20
+
+
+@pytest.mark.parametrize("length", [1, 2, *range(12, 18), *range(28, 34)])
+def test_prompts_that_end_near_the_end_of_a_block(length: int) -> None:
+    """Whole drafts verified, at every distance to the end of a block; in the smallest memory, too."""
+    request = Request(prompt_ids=(1, 3, 4, 0, 2) * 7, max_tokens=24)
+    request = replace(request, prompt_ids=request.prompt_ids[:length])
+    for blocks in (20, 4):
+        core = make_core("fixed:3", blocks=blocks)
+        first = core.submit(request)
+        core.run()
+        second = core.submit(request)
+        core.run()
+        assert tokens_of(first) == tokens_of(second) == alone(request)
+        assert result_of(second).reused_tokens == (length - 1) // BLOCK_SIZE * BLOCK_SIZE

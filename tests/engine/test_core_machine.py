@@ -155,5 +155,5 @@ class CoreMachine(RuleBasedStateMachine):
 
 TestCore = CoreMachine.TestCase
 TestCore.settings = settings(
-    max_examples=12, stateful_step_count=25, deadline=None, suppress_health_check=list(HealthCheck)
+    max_examples=16, stateful_step_count=25, deadline=None, suppress_health_check=list(HealthCheck)
 )
