@@ -156,6 +156,7 @@ def test_what_was_finished_is_shown_after_an_interruption(offline, monkeypatch):
         (["--rounds", 0], "--rounds is 0; it must be at least 1"),
         (["--max-tokens", 0], "--max-tokens is 0; it must be at least 1"),
         (["--kv-memory", 0], "--kv-memory is 0; give GiB above 0"),
+        (["--kv-memory", "inf"], "--kv-memory is inf; give GiB above 0"),
         (["--kv-memory", "0.0001"], "do not fit into kv_memory together"),
         (["--temperature", -1], "temperature"),
         (["--prompts", "nowhere"], "prompts 'nowhere' are neither builtin"),

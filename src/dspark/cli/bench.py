@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json as jsonlib
+import math
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -116,7 +117,7 @@ def offline(
     for name, value in (("--requests", requests), ("--rounds", rounds), ("--max-tokens", max_tokens)):
         if value < 1:
             raise ValueError(f"{name} is {value}; it must be at least 1")
-    if kv_memory is not None and not kv_memory > 0:
+    if kv_memory is not None and not 0 < kv_memory < math.inf:
         raise ValueError(f"--kv-memory is {kv_memory:g}; give GiB above 0")
     levels = _concurrencies(concurrency)
     chosen = _policies(policies, drafter)
