@@ -13,6 +13,7 @@ from transformers import PreTrainedTokenizerBase
 from dspark.decoding import SamplingSettings
 from dspark.drafters.protocol import Drafter
 from dspark.engine.choice import Choice
+from dspark.engine.heap import EVERY_STEPS, trim_heap
 from dspark.engine.queue import FairQueue
 from dspark.engine.request import Delta, Request, RequestResult, check_whole_number
 from dspark.engine.slots import Slots
@@ -276,6 +277,8 @@ class EngineCore:
             self._take_in(row, delta)
         self._is_delivering = False
         self._totals.add(record)
+        if self._totals.steps % EVERY_STEPS == 0:
+            trim_heap()
         while self._to_cancel:
             self.cancel(self._to_cancel.pop())
         if self._on_step is not None:
