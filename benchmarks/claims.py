@@ -2,8 +2,9 @@
 
     python benchmarks/claims.py --sweeps SWEEPS/report.json --kinds KINDS/report.json
 
-The page says which commands make the two reports. The shipped drafter's calibration.json is read as well, and
-comparison.json, ablations.json and head-latency.json beside OUT. Writes OUT and prints its tables in Markdown.
+The page says which commands make the two reports. The shipped drafter's calibration.json is read as well, and beside
+OUT comparison.json, comparison-decoding.json, ablations.json and head-latency.json. Writes OUT and prints its tables
+in Markdown.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ CALIBRATION = Path(__file__).parents[1] / "src/dspark/assets/smollm2-135m-instru
 NAMES = {"dspark": "DSpark", "dflash": "DFlash", "eagle3": "Eagle3"}
 HELD_OUT = {"dspark (markov head)": "DSpark", "dflash": "DFlash", "eagle3": "Eagle3"}
 HEADS = ("the defaults", "gated head", "RNN head")
+DOMAINS = ("math", "code", "chat")
 SHOWN_POSITIONS = (1, 3, 5, 7)
 
 
@@ -34,8 +36,9 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=RESULTS / "claims.json")
     arguments = parser.parse_args()
     sweeps, kinds, calibration = (read(path) for path in (arguments.sweeps, arguments.kinds, arguments.calibration))
-    held_out, ablations, head_latency = (
-        read(arguments.out.parent / name) for name in ("comparison.json", "ablations.json", "head-latency.json")
+    held_out, earlier, ablations, head_latency = (
+        read(arguments.out.parent / name)
+        for name in ("comparison.json", "comparison-decoding.json", "ablations.json", "head-latency.json")
     )
     claims = {
         "sources": {
@@ -43,10 +46,16 @@ def main() -> None:
             "kinds": report_source(kinds),
             "calibration": calibration_source(calibration),
             "held_out": {"file": "comparison.json", **held_out["provenance"]},
+            "earlier_kinds": {
+                "file": "comparison-decoding.json",
+                "settings": earlier["settings"],
+                **earlier["provenance"],
+            },
             "heads": {"file": "ablations.json", **ablations["provenance"]},
             "head_latency": {"file": "head-latency.json", **head_latency["provenance"]},
         },
         "kinds": kinds_compared(kinds),
+        "earlier_kinds": kinds_compared(earlier),
         "acceptance_by_position": {
             "decoding": {NAMES[arm["label"]]: by_position(arm) for arm in kinds["arms"] if arm["label"] in NAMES},
             "held_out": {
@@ -121,27 +130,27 @@ def calibration_source(calibration: Numbers) -> Numbers:
 
 def kinds_compared(report: Numbers) -> Numbers:
     """Accepted lengths with whole blocks by domain, and DSpark against each other kind, paired."""
-    lengths = {
-        NAMES[arm["label"]]: {
-            "all": rounded(arm["overall"]["accepted_length"]),
-            **{domain: rounded(group["accepted_length"]) for domain, group in arm["domains"].items()},
-            "mean_of_domains": rounded(arm["mean_of_domains"]["accepted_length"]),
-        }
-        for arm in report["arms"]
-        if arm["label"] in NAMES
-    }
-    differences = {}
-    for pair in report["comparisons"]:
-        if pair["reference"] == "dspark":
-            groups = {"all": pair["overall"], **pair["domains"]}
-            differences[NAMES[pair["other"]]] = {
-                name: negated(group["accepted_length_difference"]) for name, group in groups.items()
+    lengths: Numbers = {}
+    for arm in report["arms"]:
+        name = NAMES.get(arm.get("label", arm["drafter"]).lower())
+        if name is not None:
+            domains = {domain: group["accepted_length"] for domain, group in arm["domains"].items()}
+            mean = sum(length["value"] for length in domains.values()) / len(domains)
+            lengths[name] = {
+                "prompts": arm["overall"]["prompts"],
+                "all": rounded(arm["overall"]["accepted_length"]),
+                **rounded(domains),
+                "mean_of_domains": rounded(mean),
             }
-    relative = {
-        other: round(lengths["DSpark"]["mean_of_domains"] / lengths[other]["mean_of_domains"] - 1, 5)
-        for other in differences
+    minus = {
+        NAMES[pair["other"].lower()]: negated(pair.get("overall", pair)["accepted_length_difference"])
+        for pair in report["comparisons"]
+        if pair["reference"].lower() == "dspark" and pair["other"].lower() in NAMES
     }
-    return {"accepted_length": lengths, "dspark_minus": differences, "dspark_relative_mean_of_domains": relative}
+    relative = {
+        other: round(lengths["DSpark"]["mean_of_domains"] / lengths[other]["mean_of_domains"] - 1, 5) for other in minus
+    }
+    return {"accepted_length": lengths, "dspark_minus": minus, "dspark_relative_mean_of_domains": relative}
 
 
 def negated(estimate: Numbers) -> Numbers:
@@ -178,7 +187,7 @@ def by_draft_tokens(report: Numbers, drafter: str) -> list[Numbers]:
 
 def heads_compared(ablations: Numbers, name: str) -> float:
     """Held-out accepted length at temperature 1 of a short run."""
-    return next(round(run["sampled"]["value"], 5) for run in ablations["runs"] if run["name"] == name)
+    return next(float(round(run["sampled"]["value"], 5)) for run in ablations["runs"] if run["name"] == name)
 
 
 def by_threshold(report: Numbers) -> list[Numbers]:
@@ -250,27 +259,15 @@ def on_benchmarks(reliability: Numbers) -> Numbers:
 
 def tables(claims: Numbers) -> Iterable[str]:
     """In the order of the page."""
-    lengths, minus = claims["kinds"]["accepted_length"], claims["kinds"]["dspark_minus"]
-    relative = claims["kinds"]["dspark_relative_mean_of_domains"]
-    domains = [name for name in next(iter(lengths.values())) if name not in ("all", "mean_of_domains")]
     yield table(
         [
             "accepted length, temperature 1",
-            *domains,
+            *DOMAINS,
             "mean of domains",
-            "DSpark minus it, all",
+            "DSpark minus it, all prompts",
             "relative, mean of domains",
         ],
-        (
-            [
-                name,
-                *(spread(row[domain]) for domain in domains),
-                f"{row['mean_of_domains']:.2f}",
-                spread(minus[name]["all"]) if name in minus else "",
-                gain(1 + relative[name]) if name in minus else "",
-            ]
-            for name, row in lengths.items()
-        ),
+        [row for run in ("kinds", "earlier_kinds") for row in length_rows(claims[run])],
     )
     decoding, held_out = claims["acceptance_by_position"]["decoding"], claims["acceptance_by_position"]["held_out"]
     yield table(
@@ -319,7 +316,7 @@ def tables(claims: Numbers) -> Iterable[str]:
         ),
     )
     yield table(
-        ["threshold", *(f"{domain}: accepted of verified" for domain in ("math", "code", "chat")), "accepted length"],
+        ["threshold", *(f"{domain}: accepted of verified" for domain in DOMAINS), "accepted length"],
         (
             [
                 f"{point['threshold']:g}",
@@ -327,7 +324,7 @@ def tables(claims: Numbers) -> Iterable[str]:
                     f"{share(point[domain]['verified_token_acceptance'])} of {point[domain]['verified']:,}"
                     f" ({percent(point[domain]['verified_share_of_drafted'])} of drafted);"
                     f" {percent(point[domain]['with_target_token'])}"
-                    for domain in ("math", "code", "chat")
+                    for domain in DOMAINS
                 ),
                 spread(point["all"]["accepted_length"]),
             ]
@@ -335,6 +332,19 @@ def tables(claims: Numbers) -> Iterable[str]:
         ),
     )
     yield confidence_table(claims["confidence"])
+
+
+def length_rows(run: Numbers) -> Iterable[list[str]]:
+    """A row for each kind; a run may lack a domain."""
+    minus, relative = run["dspark_minus"], run["dspark_relative_mean_of_domains"]
+    for name, row in run["accepted_length"].items():
+        yield [
+            f"{name}, {row['prompts']} prompts",
+            *(spread(row[domain]) if domain in row else "" for domain in DOMAINS),
+            f"{row['mean_of_domains']:.2f}",
+            spread(minus[name]) if name in minus else "",
+            gain(1 + relative[name]) if name in minus else "",
+        ]
 
 
 def confidence_table(confidence: Numbers) -> str:

@@ -16,6 +16,8 @@ from dspark.scheduling import Off, Policy, StepCost, StepRecord
 
 __all__ = ["METRICS", "BenchStep", "Cell", "Spread", "measure_cell"]
 
+_SLICE_SECONDS = 0.25
+
 METRICS: Mapping[str, Callable[[Turn], float | None]] = {
     "tokens_per_second": lambda turn: turn.tokens / turn.seconds,
     "user_tokens_per_second": lambda turn: turn.user_tokens_per_second,
@@ -139,15 +141,15 @@ def measure_cell(
     """Run every policy's closed loop by turns.
 
     All loops are filled first, outside the measurement. Then each round takes every loop on until ``requests`` more of
-    the stream have finished, so that in a round all policies see the same requests and the same moods of the machine;
-    each round begins with another policy.
+    the stream have finished, in slices of a quarter of a second by turns, so that in a round all policies see the same
+    requests and the same moods of the machine; each round begins with another policy.
 
     Args:
         drafter: None if the only policy is off.
         policies: with names of their own.
         cost: where each policy's engine begins to correct it.
         on_step: is given every step, those of the filling too.
-        on_turn: is called with the policy's name before each filling and each turn.
+        on_turn: is called with the policy's name before each filling, and at the beginning of each turn.
 
     Raises:
         ValueError: naming what does not fit.
@@ -188,9 +190,15 @@ def measure_cell(
             fill_seconds[policy.name] = loops[policy.name].fill()
         for current in range(rounds):
             first = current % len(names)
-            for name in names[first:] + names[:first]:
+            order = names[first:] + names[:first]
+            for name in order:
                 announce(name)
-                turns[name].append(loops[name].turn(requests))
+                loops[name].begin_turn(requests)
+            unfinished = order
+            while unfinished:
+                unfinished = [name for name in unfinished if not loops[name].advance(_SLICE_SECONDS)]
+            for name in order:
+                turns[name].append(loops[name].end_turn())
     finally:
         for loop in loops.values():
             loop.close()

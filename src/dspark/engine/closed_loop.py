@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -120,7 +121,7 @@ class ClosedLoop:
             clock=self._stopwatch,
         )
         self._num_running = self._num_finished = self._goal = 0
-        self._begin_turn()
+        self.begin_turn(0)
 
     def fill(self) -> float:
         """Submit the first requests and step until each has its first token; returns the seconds.
@@ -135,22 +136,36 @@ class ClosedLoop:
         return self._stopwatch()
 
     def turn(self, requests: int) -> Turn:
-        """Go on until ``requests`` more than at the last turn's goal have finished, at least one step.
+        """A whole turn at once: `begin_turn`, `advance` to its end, `end_turn`."""
+        self.begin_turn(requests)
+        self.advance()
+        return self.end_turn()
+
+    def begin_turn(self, requests: int) -> None:
+        """Set out for ``requests`` more finished ones than at the last turn's goal, and at least one step."""
+        self._reset_turn()
+        self._finished_before, self._turn_began = self._num_finished, self._stopwatch()
+        self._goal += requests
+
+    def advance(self, seconds: float = math.inf) -> bool:
+        """Step for so long, a step at least; True once the turn has reached its goal.
 
         Raises:
             ValueError: memory does not hold ``concurrency`` requests.
         """
-        self._begin_turn()
-        finished_before, began = self._num_finished, self._stopwatch()
-        self._goal += requests
+        end = self._stopwatch() + seconds
         with self._stopwatch.running():
             self._step()
-            while self._num_finished < self._goal:
+            while self._num_finished < self._goal and self._stopwatch() < end:
                 self._step()
+        return self._num_finished >= self._goal
+
+    def end_turn(self) -> Turn:
+        """What came of it."""
         speeds = [growth.tokens / (growth.at - growth.began_at) for growth in self._growths.values() if growth.tokens]
         return Turn(
-            seconds=self._stopwatch() - began,
-            finished=self._num_finished - finished_before,
+            seconds=self._stopwatch() - self._turn_began,
+            finished=self._num_finished - self._finished_before,
             tokens=self._tokens,
             round_tokens=self._tokens - self._first_tokens,
             steps=self._steps,
@@ -162,7 +177,7 @@ class ClosedLoop:
         """Leave what runs, and free its memory; only the answers stay."""
         del self._core
 
-    def _begin_turn(self) -> None:
+    def _reset_turn(self) -> None:
         self._steps = StepTotals()
         self._tokens = self._first_tokens = 0
         self._growths: dict[int, _Growth] = {}  # by the number of the request
