@@ -142,9 +142,10 @@ class DSparkDrafter(DraftModel):
             ValueError: for a wrong number of tokens, rows or slots.
         """
         count = check_proposal(slots, anchors_R, num_tokens, self.block_size)
-        # Contiguous: linear layers would else work row by row, and copy their weights for each.
-        hidden_RGH = self._draft_hidden(cache, slots, anchors_R)[:, :count].contiguous()
-        base_RGD = F.linear(hidden_RGH, self.lm_head.weight).float()
+        hidden_RGH = self._draft_hidden(cache, slots, anchors_R)[:, :count]
+        # Flat rows: for a part of a block a linear layer would else work row by row, and copy its weights for each.
+        base_ND = F.linear(hidden_RGH.reshape(-1, hidden_RGH.shape[-1]), self.lm_head.weight)
+        base_RGD = base_ND.view(len(slots), count, -1).float()
         draft_ids_D = self.draft_token_ids_D
         head = self._head
         known = torch.empty(len(slots), count + 1, dtype=torch.int64, device=self.device)  # x_0 .. x_G
