@@ -14,6 +14,7 @@ import pytest
 
 from dspark.decoding import SamplingSettings
 from dspark.engine.choice import Choice
+from dspark.engine import loading
 from dspark.engine.core import EngineSettings
 from dspark.engine.engine import Engine, EngineError, Generation
 from dspark.engine.queue import QueueFull
@@ -341,3 +342,23 @@ next(generations[0].deltas(60))
         [sys.executable, "-c", program], check=False, cwd=root, capture_output=True, text=True, timeout=120
     )
     assert (ended.returncode, ended.stderr) == (0, "")
+
+
+def test_costs_are_measured_in_memory_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An engine with little memory for its requests needs no more for the measurement of what steps cost."""
+    asked: dict[str, object] = {}
+
+    def measured(key: object, *models: object, **arguments: object) -> str:
+        asked.update(arguments)
+        return "measured"
+
+    monkeypatch.setattr(loading, "profile_key", lambda *models, max_concurrency: max_concurrency)
+    monkeypatch.setattr(loading, "read_profile", lambda key: None)
+    monkeypatch.setattr(loading, "measured_profile", measured)
+    monkeypatch.setattr(loading, "write_profile", lambda profile: profile)
+    engine, _ = make_engine()
+    with engine:
+        target = engine._target
+        settings = EngineSettings(max_concurrency=4, kv_memory_bytes=1000)
+        assert loading.known_or_measured(target, make_drafter(), settings) == "measured"  # type: ignore[arg-type]
+    assert asked == {}

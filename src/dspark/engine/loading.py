@@ -64,6 +64,6 @@ def known_or_measured(target: LoadedTarget, drafter: TrainableDrafter, settings:
     if stored is not None:
         return stored
     _log.warning("measuring what steps cost on this machine (`dspark profile`), for a minute or more; kept for later")
-    profile = measured_profile(key, target.model, drafter, kv_memory_bytes=settings.kv_memory_bytes)
+    profile = measured_profile(key, target.model, drafter)
     _log.warning("measured; stored in %s", write_profile(profile))
     return profile

@@ -54,7 +54,6 @@ def measured_profile(
     target: Target,
     drafter: Drafter,
     *,
-    kv_memory_bytes: int | None = None,
     progress: Callable[[str], None] = lambda message: None,
 ) -> StoredProfile:
     """Measure now what `measure_step_cost` measures, for the ``max_concurrency`` of ``key``; nothing is stored yet.
@@ -63,9 +62,7 @@ def measured_profile(
         ValueError: that many requests do not fit in memory.
     """
     began = time.perf_counter()
-    cost, points = measure_step_cost(
-        target, drafter, max_concurrency=key.max_concurrency, kv_memory_bytes=kv_memory_bytes, progress=progress
-    )
+    cost, points = measure_step_cost(target, drafter, max_concurrency=key.max_concurrency, progress=progress)
     return StoredProfile(
         key=key,
         cost=cost,
