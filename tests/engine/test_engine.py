@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 
 from dspark.decoding import SamplingSettings
-from dspark.engine.choice import Choice
 from dspark.engine import loading
+from dspark.engine.choice import Choice
 from dspark.engine.core import EngineSettings
 from dspark.engine.engine import Engine, EngineError, Generation
 from dspark.engine.queue import QueueFull
