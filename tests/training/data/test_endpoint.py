@@ -227,12 +227,12 @@ def test_ctrl_c_ends_at_once_and_keeps_what_is_done(tmp_path: Path) -> None:
     def fault(number: int) -> Fault | None:
         if number == 20:
             signal.raise_signal(signal.SIGINT)
-        return Fault(pause_s=5.0) if number >= 20 else None
+        return Fault(pause_s=60.0) if number >= 20 else None
 
     with FakeServer(fault=fault) as server:
         started = time.monotonic()
         result = run(tmp_path / "out", sources=[SELF], generator=make_generator(server.url, max_concurrency=2).run)
-        assert time.monotonic() - started < 4.0
+        assert time.monotonic() - started < 50.0  # nobody waited for the answers that were under way
     assert result.interrupted
     assert 0 < result.manifest["done"] == len(contents(tmp_path / "out"))
 
