@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from dspark.scheduling import Drafts, History
+from dspark.scheduling import Drafts, History, StepBatch
 from tests.scheduling.tiny import batch_of, drafts_of, past_of
 
 
@@ -48,3 +48,24 @@ def test_expected_survivals_never_rise_and_unknown_positions_fail() -> None:
     expected = past.expected_for(batch_of([4, 4, 4], ids=[0, 1, 2]))
     np.testing.assert_allclose(expected, [[0.2, 0.2, 0, 0], [0.9, 0.9, 0, 0], [0.55, 0.55, 0, 0]])
     assert past.expected_for(batch_of([0, 0], ids=[1, 5])).shape == (2, 0)
+
+
+def test_survivals_are_averaged_over_the_steps_of_a_request() -> None:
+    """One unsure block among sure ones does not make a request look unsure."""
+    history = History()
+    for step in range(40):
+        sure = 0.1 if step % 10 == 9 else 0.8
+        drafts = Drafts(
+            step=step,
+            request_ids_R=np.array([7]),
+            lengths_R=np.array([2]),
+            confidences_RG=np.array([[sure, 0.5]]),
+        )
+        history = history.after(drafts)
+    assert history.past is not None
+    assert history.last is not None
+    (first, second) = history.last.survivals_RG[0]
+    assert 0.6 < first < 0.8  # the last step alone says 0.1
+    assert second == pytest.approx(first / 2)
+    newcomer = StepBatch(step=42, request_ids_R=np.array([9]), draftable_R=np.array([2]), context_tokens=0)
+    assert history.past.expected_for(newcomer)[0, 0] > 0.6

@@ -6,9 +6,10 @@ can be settled while the step before it still runs, and cannot depend on any tok
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
+import numpy.typing as npt
 
 from dspark.scheduling.batch import Drafts, FloatArray, IntArray, StepBatch, frozen_floats, frozen_ints
 
@@ -16,14 +17,17 @@ __all__ = ["DELAY_STEPS", "History", "PastSurvivals"]
 
 DELAY_STEPS = 2
 """A budget comes from confidences at least this many steps older (section 5.2)."""
+_NEWEST = 0.15
+"""Weight of a step's survivals in a request's average. Those of one step say little of the next ones of a single
+request: a few requests would stop drafting at the first unsure block."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class PastSurvivals:
-    """Survivals of a step that is over.
+    """Survivals of a step that is over, averaged with those of the steps before (`averaged_with`).
 
     Attributes:
-        step: in which they were made.
+        step: in which the newest were made.
         request_ids_R: whose row it is.
         lengths_R: drafted tokens of each request.
         survivals_RG: a_k; 0 behind a request's length.
@@ -59,17 +63,28 @@ class PastSurvivals:
         A request that was there keeps its own; one that joined since gets the mean of the others at each position, and
         so does a position that the request had not drafted. What no request had drafted is expected to fail (0).
         """
-        width = int(batch.draftable_R.max(initial=0))
+        return self._expected(batch.request_ids_R, batch.draftable_R)[0]
+
+    def averaged_with(self, before: PastSurvivals) -> PastSurvivals:
+        """These survivals, averaged with those of the steps before: the newest count most."""
+        expected_RG, is_known_G = before._expected(self.request_ids_R, self.lengths_R)
+        current_RG = _columns(self.survivals_RG, expected_RG.shape[1])
+        averaged_RG = np.where(is_known_G, _NEWEST * current_RG + (1.0 - _NEWEST) * expected_RG, current_RG)
+        return replace(self, survivals_RG=np.minimum.accumulate(averaged_RG, axis=1))
+
+    def _expected(self, request_ids_R: IntArray, lengths_R: IntArray) -> tuple[FloatArray, npt.NDArray[np.bool_]]:
+        """What to expect of these requests [R, G], and which positions [G] any request had drafted."""
+        width = int(lengths_R.max(initial=0))
         known_OG = _columns(self.survivals_RG, width)
         is_known_OG = np.arange(width) < self.lengths_R[:, None]
         mean_G = (known_OG * is_known_OG).sum(axis=0) / np.maximum(is_known_OG.sum(axis=0), 1)
         by_id = np.argsort(self.request_ids_R)
-        place_R = np.searchsorted(self.request_ids_R, batch.request_ids_R, sorter=by_id)
+        place_R = np.searchsorted(self.request_ids_R, request_ids_R, sorter=by_id)
         row_R = by_id[np.minimum(place_R, by_id.size - 1)]
-        was_there_R = self.request_ids_R[row_R] == batch.request_ids_R
+        was_there_R = self.request_ids_R[row_R] == request_ids_R
         own_RG = was_there_R[:, None] & is_known_OG[row_R]
         expected_RG = np.minimum.accumulate(np.where(own_RG, known_OG[row_R], mean_G), axis=1)
-        return np.where(np.arange(width) < batch.draftable_R[:, None], expected_RG, 0.0)
+        return np.where(np.arange(width) < lengths_R[:, None], expected_RG, 0.0), np.asarray(is_known_OG.any(axis=0))
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -95,6 +110,9 @@ class History:
                 lengths_R=drafts.lengths_R,
                 survivals_RG=drafts.survivals_RG,
             )
+            before = self.last or self.past
+            if before is not None:
+                made = made.averaged_with(before)
         return History(past=self.last or self.past, last=made)
 
 
