@@ -12,6 +12,8 @@ from typing import Any
 
 import torch
 
+from dspark.models.hardware import hardware_name
+
 
 def provenance() -> dict[str, Any]:
     """Command, commit, versions and hardware of this run."""
@@ -22,10 +24,6 @@ def provenance() -> dict[str, Any]:
         text=True,
         check=False,
     )
-    cpu = next(
-        (line.split(":")[1].strip() for line in Path("/proc/cpuinfo").read_text().splitlines() if "model name" in line),
-        platform.processor(),
-    ) if Path("/proc/cpuinfo").exists() else platform.processor()  # fmt: skip
     return {
         "command": [Path(sys.argv[0]).name, *(Path(word).name if "/" in word else word for word in sys.argv[1:])],
         "commit": commit.stdout.strip(),
@@ -33,6 +31,6 @@ def provenance() -> dict[str, Any]:
         "python": platform.python_version(),
         "torch": torch.__version__,
         "transformers": version("transformers"),
-        "cpu": cpu,
+        "cpu": hardware_name(torch.device("cpu")),
         "threads": torch.get_num_threads(),
     }

@@ -20,10 +20,12 @@ from dspark.cli.options import (
     OUTPUT,
     PROMPT,
     SAMPLING,
+    BenchmarksOption,
     DeviceOption,
     DrafterOption,
     DtypeOption,
     JsonOption,
+    LimitOption,
     MaxTokensOption,
     TargetOption,
     TemperatureOption,
@@ -56,13 +58,8 @@ def offline(
             " them; several with commas between. Of a conversation the first turn.",
         ),
     ] = "builtin",
-    benchmarks: Annotated[
-        Path | None,
-        Parameter(group=PROMPT, help="Directory with NAME.jsonl of benchmarks; what it lacks comes from the hub."),
-    ] = None,
-    limit: Annotated[
-        int | None, Parameter(group=PROMPT, help="Prompts of a benchmark at most, chosen by --seed.")
-    ] = None,
+    benchmarks: BenchmarksOption = None,
+    limit: LimitOption = None,
     target: TargetOption = EMBEDDED,
     drafter: DrafterOption = None,
     dtype: DtypeOption = "auto",

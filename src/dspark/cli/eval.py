@@ -16,9 +16,11 @@ from dspark.cli.options import (
     OUTPUT,
     PROMPT,
     SAMPLING,
+    BenchmarksOption,
     DeviceOption,
     DtypeOption,
     JsonOption,
+    LimitOption,
     MaxTokensOption,
     TargetOption,
     TemperatureOption,
@@ -46,13 +48,8 @@ def eval(
             " benchmark, directories of them; several with commas between.",
         ),
     ] = "builtin",
-    benchmarks: Annotated[
-        Path | None,
-        Parameter(group=PROMPT, help="Directory with NAME.jsonl of benchmarks; what it lacks comes from the hub."),
-    ] = None,
-    limit: Annotated[
-        int | None, Parameter(group=PROMPT, help="Prompts of a benchmark at most, chosen by --seed.")
-    ] = None,
+    benchmarks: BenchmarksOption = None,
+    limit: LimitOption = None,
     target: TargetOption = "embedded",
     drafter: Annotated[
         tuple[str, ...],

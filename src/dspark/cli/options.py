@@ -69,6 +69,11 @@ MaxTokensOption = Annotated[int, Parameter(group=LENGTH, help="End an answer aft
 PromptsOption = Annotated[
     Path | None, Parameter(group=PROMPT, help='Prompts from a JSONL file, `{"turns": ["...", ...]}` a line.')
 ]
+BenchmarksOption = Annotated[
+    Path | None,
+    Parameter(group=PROMPT, help="Directory with NAME.jsonl of benchmarks; what it lacks comes from the hub."),
+]
+LimitOption = Annotated[int | None, Parameter(group=PROMPT, help="Prompts of a benchmark at most, chosen by --seed.")]
 ForbidOption = Annotated[
     tuple[Path, ...],
     Parameter(

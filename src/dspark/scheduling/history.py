@@ -102,7 +102,7 @@ class History:
 
     def after(self, drafts: Drafts | None) -> History:
         """The history once a step with these drafts is over; None (or drafts without confidences) if none were made."""
-        made = None
+        before, made = self.last or self.past, None
         if drafts is not None and drafts.confidences_RG is not None and drafts.num_drafted > 0:
             made = PastSurvivals(
                 step=drafts.step,
@@ -110,10 +110,9 @@ class History:
                 lengths_R=drafts.lengths_R,
                 survivals_RG=drafts.survivals_RG,
             )
-            before = self.last or self.past
             if before is not None:
                 made = made.averaged_with(before)
-        return History(past=self.last or self.past, last=made)
+        return History(past=before, last=made)
 
 
 def _columns(values_RG: FloatArray, width: int) -> FloatArray:

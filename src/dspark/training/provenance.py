@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from dspark.models.hardware import hardware_name
 from dspark.training.states import StoredRow
 
 __all__ = ["data_fingerprint", "provenance"]
@@ -36,7 +37,11 @@ def provenance(**facts: Any) -> dict[str, Any]:
             "python": platform.python_version(),
             **{name: _version(name) for name in ("dspark", "torch", "transformers", "numpy", "safetensors")},
         },
-        "machine": {"platform": platform.platform(), "processor": _processor(), "threads": torch.get_num_threads()},
+        "machine": {
+            "platform": platform.platform(),
+            "processor": hardware_name(torch.device("cpu")),
+            "threads": torch.get_num_threads(),
+        },
         **facts,
     }
 
@@ -46,16 +51,6 @@ def _version(package: str) -> str | None:
         return version(package)
     except PackageNotFoundError:
         return None
-
-
-def _processor() -> str:
-    try:
-        for line in Path("/proc/cpuinfo").read_text().splitlines():
-            if line.startswith("model name"):
-                return line.partition(":")[2].strip()
-    except OSError:
-        pass
-    return platform.processor() or platform.machine()
 
 
 def _commit(source: Path) -> str | None:
