@@ -92,3 +92,43 @@ def test_bytes_of_a_block_are_those_of_all_its_memory(variant: str, drafter_of: 
     memory = sum(tensor.nbytes for tensor in (cache.keys, cache.values, cache.features))
     assert cache.nbytes_per_block * 12 == memory
     assert (cache.features.nbytes > 0) is (variant in ("eagle3", "mtp"))
+
+
+@pytest.mark.parametrize("variant", ["vanilla", "none"])
+def test_context_that_waits_is_written_where_it_belonged_and_to_whom_it_belongs_now(
+    variant: str, drafter_of: DrafterOf, context_of: ContextOf, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nothing drafts while a block's tokens are rejected, the block changes hands, and a third slot adopts it."""
+    monkeypatch.setattr("dspark.drafters.dspark.MOST_WAITING", 10_000)
+    drafter = drafter_of(variant)
+    first, second = context_of(drafter, 20), context_of(drafter, 37)
+    tables = make_tables({0: [4, 2]})
+    cache = new_cache(drafter, tables)
+    extend(drafter, cache, {0: (0, first)})
+    cache.truncate(0, 5)
+    extend(drafter, cache, {0: (5, first.cut(9, 11))})
+    tables.assign(0, [])
+    cache.truncate(0, 0)
+    tables.assign(1, [2, 4, 7])
+    extend(drafter, cache, {1: (0, second.cut(0, 33))})
+    tables.assign(2, [2, 4, 6])
+    cache.adopt(2, 32)
+    extend(drafter, cache, {2: (32, second.cut(32))})
+    assert cache.num_waiting == 20 + 2 + 33 + 5
+    fresh = fill(drafter, {0: second}, 1, 50)
+    torch.testing.assert_close(forced_logits(drafter, cache, 2, 9), forced_logits(drafter, fresh, 0, 9), **CLOSE)
+    assert cache.num_waiting == 0
+
+
+def test_context_does_not_wait_without_end(
+    drafter_of: DrafterOf, context_of: ContextOf, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("dspark.drafters.dspark.MOST_WAITING", 8)
+    drafter = drafter_of("vanilla")
+    context = context_of(drafter, 12)
+    cache = new_cache(drafter, make_tables({3: [1]}))
+    for start, waiting in ((0, 3), (3, 6), (6, 0), (9, 3)):
+        extend(drafter, cache, {3: (start, context.cut(start, start + 3))})
+        assert cache.num_waiting == waiting
+    fresh = fill(drafter, {0: context}, 1, 50)
+    torch.testing.assert_close(forced_logits(drafter, cache, 3, 9), forced_logits(drafter, fresh, 0, 9), **CLOSE)

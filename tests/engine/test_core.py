@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import random
 from dataclasses import asdict, replace
@@ -304,6 +305,40 @@ def test_steps_are_recorded_and_can_be_replayed() -> None:
     assert any(record.verify_lengths_R.any() for record in records)
 
 
+def test_requests_may_bring_their_own_policy() -> None:
+    """Answers stay what they are alone; each request drafts and verifies as it asked, and the run can be replayed."""
+    records: list[StepRecord] = []
+    core = EngineCore(
+        make_target(),
+        make_drafter(),
+        policy=parse_policy("delayed"),
+        cost=make_cost(),
+        settings=SMALL,
+        on_step=records.append,
+        clock=lambda: 0.0,
+    )
+    names = ["off", "fixed:2", "threshold:0.5", None]
+    requests = [
+        replace(make_request(seed), policy=names[seed % 4], max_draft_tokens=None, max_tokens=30) for seed in range(16)
+    ]
+    handles = [core.submit(request) for request in requests]
+    core.run()
+    verified = dict.fromkeys(names, 0)
+    for request, handle in zip(requests, handles, strict=True):
+        assert tokens_of(handle) == alone(request)
+        for completion in result_of(handle).completions:
+            counts = completion.counts
+            verified[request.policy] += counts.verified
+            assert request.policy != "off" or counts.drafted == 0
+            assert request.policy != "fixed:2" or counts.drafted == counts.verified > 0
+            assert request.policy != "fixed:2" or max(counts.verified_per_position[2:], default=0) == 0
+    assert verified["threshold:0.5"] > 0
+    read = [StepRecord.from_dict(json.loads(json.dumps(record.as_dict()))) for record in records]
+    assert core.cost is not None
+    for lengths_R, record in zip(replayed_lengths(read, parse_policy("delayed"), core.cost), records, strict=True):
+        assert lengths_R.tolist() == record.verify_lengths_R.tolist()
+
+
 def test_confidences_are_calibrated_for_each_request_by_its_temperature() -> None:
     temperatures = (0.0, 1.0, 0.4)
     calibration = Calibration(by_sampling_temperature={0.0: (0.5, 2.0, 4.0), 1.0: (3.0, 0.25, 1.5)})
@@ -358,6 +393,7 @@ def test_what_cannot_work_is_refused() -> None:
         ({"stop_strings": ("a",)}, "stop_strings need a tokenizer"),
         ({"sampling": SamplingSettings(logit_bias={99: 1.0})}, "logit_bias names"),
         ({"logprobs": 100}, "logprobs is 100"),
+        ({"policy": "delayed"}, "policy 'delayed' weighs all requests"),
     ):
         with pytest.raises(ValueError, match=message):
             core.submit(Request(**{"prompt_ids": (1,), **changes}))  # type: ignore[arg-type]
@@ -367,6 +403,20 @@ def test_what_cannot_work_is_refused() -> None:
         core.submit(Request(prompt_ids=(1,)))
     core.run()
     assert_empty(core)
+
+
+def test_a_policy_that_the_engine_cannot_follow_is_refused() -> None:
+    target_alone = EngineCore(make_target(), None, policy=parse_policy("off"))
+    unsure = EngineCore(make_target(), TableDrafter(random_table(VOCABULARY, 0), 3), policy=parse_policy("fixed:1"))
+    for core, policy, message in (
+        (target_alone, "fixed:2", "runs without a drafter"),
+        (unsure, "threshold:0.5", "no confidence head"),
+    ):
+        with pytest.raises(ValueError, match=f"policy is '{policy}'.*{message}"):
+            core.submit(Request(prompt_ids=(1,), policy=policy))
+        core.submit(Request(prompt_ids=(1,), policy="off", max_tokens=3))
+        core.run()
+        assert_empty(core)
 
 
 def test_parts_that_do_not_fit_are_refused() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 
 import numpy as np
@@ -9,8 +10,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dspark.scheduling import survival
-from dspark.scheduling.admission import first_stop, global_maximum, ranked_survivals, throughput, verify_lengths
+from dspark.scheduling import MeasuredCurve, survival
+from dspark.scheduling.admission import (
+    first_stop,
+    global_maximum,
+    ranked_survivals,
+    throughput,
+    throughput_by_length,
+    verify_lengths,
+)
 from tests.scheduling.tiny import batch_of, cost_over_tokens
 
 CONFIDENCES = st.one_of(st.floats(0, 1), st.sampled_from([0.0, 0.5, 1.0]))
@@ -130,3 +138,17 @@ def test_prompt_tokens_shift_the_place_on_the_curve_and_cost_nothing_by_themselv
     shared = throughput(np.array([0.5, 0.5]), batch_of([2], prefill_tokens=3), np.array([2]), cost)
     np.testing.assert_allclose(alone, [1.0, 1.5, 2.0])
     np.testing.assert_allclose(shared, [1.0, 1.5 / 5.0, 2.0 / 5.0])
+
+
+@given(ROWS, INCREMENTS, st.integers(0, 6))
+def test_throughput_by_length_is_that_of_the_drafts_cut_to_each_length(rows, increments, spare: int) -> None:
+    survivals_RG, lengths_R = survivals_of(rows)
+    batch = batch_of(lengths_R, token_limit=len(rows) + spare)
+    draft = {length: MeasuredCurve(sizes=(1, 9), seconds=(0.1 * length, 0.2 * length)) for length in (1, 4)}
+    cost = dataclasses.replace(cost_over_tokens(0.5 + np.cumsum(increments)), draft=draft, schedule_seconds=0.01)
+    by_length = throughput_by_length(survivals_RG, batch, cost)
+    assert len(by_length) == survivals_RG.shape[1]
+    for length, theta_K in enumerate(by_length, 1):
+        cut_R = np.minimum(lengths_R, length)
+        ranked_N = ranked_survivals(survivals_RG, cut_R)[:spare]
+        np.testing.assert_allclose(theta_K, throughput(ranked_N, batch, cut_R, cost), rtol=1e-12)

@@ -16,6 +16,7 @@ from dspark.scheduling import (
     Fixed,
     History,
     Immediate,
+    MeasuredCurve,
     Off,
     PastSurvivals,
     Policy,
@@ -40,6 +41,11 @@ def lengths_of(policy: Policy, rows, cost, past=None, **batch) -> list[int]:
     plan = policy.plan(batch_of([len(row) for row in rows], **batch), past, cost)
     drafts = drafts_of(rows, lengths=plan.draft_lengths_R)
     return policy.verify_lengths(plan, drafts, cost).tolist()
+
+
+def by_length(seconds: float) -> dict[int, MeasuredCurve]:
+    """A draft that costs ``seconds`` for each token of its length."""
+    return {length: MeasuredCurve(sizes=(1, 2), seconds=(seconds * length,) * 2) for length in (1, 8)}
 
 
 @pytest.mark.parametrize("text", ["off", "fixed:4", "fixed:0", "threshold:0.6", "immediate", "delayed"])
@@ -92,6 +98,22 @@ def test_low_load_verifies_all_and_a_steep_cost_nothing(policy: Policy) -> None:
     past = past_of(rows)
     assert lengths_of(policy, rows, CHEAP, past) == [2, 2]
     assert lengths_of(policy, rows, STEEP, past) == [0, 0]
+
+
+@pytest.mark.parametrize("policy", ADAPTIVE, ids=names(ADAPTIVE))
+def test_no_more_is_drafted_than_pays_and_one(policy: Policy) -> None:
+    """From the third token on survivals are not worth their place; where drafting costs by length, fewer are worth it.
+
+    By hand, drafts of 1, 2, 3 tokens at 0.5 s each: 1.95 / 1.6 = 1.22, 2.805 / 2.2 = 1.28, 2.89 / 2.8 = 1.03; at 0.8 s:
+    1.95 / 1.9 = 1.03, 2.805 / 2.8 = 1.002.
+    """
+    rows = [[0.95, 0.9, 0.1, 0.9, 0.9]]
+    slow = cost_over_tokens([1.0 + 0.1 * n for n in range(64)])
+    for cost, drafted in ((slow, 3), (dataclasses.replace(slow, draft=by_length(0.5)), 3), (CHEAP, 5)):
+        plan = policy.plan(batch_of([5]), past_of(rows), cost)
+        assert (plan.why, plan.draft_lengths_R.tolist()) == ("pays", [drafted])
+    steep = dataclasses.replace(slow, draft=by_length(0.8))
+    assert policy.plan(batch_of([5]), past_of(rows), steep).draft_lengths_R.tolist() == [2]
 
 
 @pytest.mark.parametrize("policy", ADAPTIVE, ids=names(ADAPTIVE))

@@ -59,7 +59,7 @@ def _request_table(profile: StoredProfile) -> Table:
         table.add_row(
             f"{requests}",
             f"{1e3 * alone:.1f}",
-            *(f"{1e3 * cost.draft_seconds(requests, length):.1f}" for length in lengths),
+            *(f"{1e3 * float(cost.draft_seconds(requests, length)):.1f}" for length in lengths),
             f"{1e3 * float(cost.verify_seconds(block * requests, requests=requests, context_tokens=0)):.1f}",
             f"{_break_even(cost, requests, block):.2f}",
         )
@@ -87,4 +87,4 @@ def _break_even(cost: StepCost, requests: int, block: int) -> float:
     """Tokens that a round of whole blocks has to commit for each request to be as fast as rounds without a draft."""
     alone = float(cost.verify_seconds(0, requests=requests, context_tokens=0))
     whole = float(cost.verify_seconds(block * requests, requests=requests, context_tokens=0))
-    return (whole + cost.draft_seconds(requests, block) + cost.schedule_seconds) / alone
+    return (whole + float(cost.draft_seconds(requests, block)) + cost.schedule_seconds) / alone

@@ -3,13 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from dspark.models.block_tables import BlockTables
+from dspark.models.block_tables import BlockTables, Places
 from dspark.models.kv_cache import KVCache
 from dspark.types import Segment
+
+
+@dataclass(frozen=True, kw_only=True)
+class WaitingContext:
+    """Features ``[N, T]`` of tokens that count as context, and where their keys and values will go."""
+
+    taps_NT: Tensor
+    places: Places
 
 
 class DrafterCache(KVCache):
@@ -18,6 +27,9 @@ class DrafterCache(KVCache):
     The ``scratch`` positions after a slot's context hold the keys and values of the block being drafted, so that
     attention reads one piece of memory; the next `extend` overwrites them. ``lengths[slot]`` is also the position of
     the slot's next anchor.
+
+    A drafter need not compute keys and values before it drafts: what it has put off is in ``waiting``, oldest first.
+    Slots and blocks may have changed hands since; a place that is there twice belongs to the later one.
 
     Drafters over pairs (`dspark.drafters.pairs`) also keep the feature of every context position, in ``features``
     ``[rows, feature_size]``: the next pair needs the last one, whatever was rolled back.
@@ -57,6 +69,12 @@ class DrafterCache(KVCache):
             scratch=scratch,
         )
         self.features: Tensor = torch.zeros((self.tables.num_rows, feature_size), device=device, dtype=dtype)
+        self.waiting: list[WaitingContext] = []
+
+    @property
+    def num_waiting(self) -> int:
+        """Tokens in ``waiting``."""
+        return sum(len(context.taps_NT) for context in self.waiting)
 
     @property
     def nbytes_per_block(self) -> int:

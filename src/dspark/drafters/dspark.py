@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from dspark.drafters.backbone import DraftLayer, FusedWeights
-from dspark.drafters.cache import DrafterCache, check_proposal, position_range, reserve_extension
+from dspark.drafters.cache import DrafterCache, WaitingContext, check_proposal, position_range, reserve_extension
 from dspark.drafters.confidence import ConfidenceHead
 from dspark.drafters.draft_model import DraftModel
 from dspark.drafters.dspark_config import DSparkConfig
@@ -27,6 +27,9 @@ from dspark.models.attention import AttentionPlan, attend
 from dspark.models.block_tables import BlockTables
 from dspark.models.rope import rotate
 from dspark.types import Segment
+
+MOST_WAITING = 256
+"""Context tokens whose keys and values are put off at most."""
 
 
 class DSparkDrafter(DraftModel):
@@ -89,13 +92,16 @@ class DSparkDrafter(DraftModel):
 
     @torch.no_grad()
     def extend(self, cache: DrafterCache, segments: Sequence[Segment], token_ids_N: Tensor, taps_NT: Tensor) -> None:
-        """Compute and store the context keys and values of newly committed tokens, in every draft layer (SPEC eq. 2-3).
+        """Take in newly committed tokens as context.
+
+        Their keys and values are computed with the next draft, or when ``MOST_WAITING`` tokens have come together: as
+        long as nothing is drafted, one product over many tokens takes the place of many small ones.
 
         Args:
             cache: The cache to extend.
             segments: For each slot at most one run of tokens, starting at the slot's length.
             token_ids_N: The tokens, flat; only their number matters here.
-            taps_NT: The target's features of these tokens, flat.
+            taps_NT: The target's features of these tokens, flat; kept until then.
 
         Raises:
             ValueError: if a segment does not continue its slot or does not fit, or if the number of features or
@@ -104,18 +110,32 @@ class DSparkDrafter(DraftModel):
         segments = reserve_extension(cache, segments, token_ids_N, taps_NT, self.fc.in_features)
         if not segments:
             return
+        cache.waiting.append(WaitingContext(taps_NT=taps_NT, places=cache.tables.places(segments)))
+        if cache.num_waiting >= MOST_WAITING:
+            self._write_context(cache)
+
+    def _write_context(self, cache: DrafterCache) -> None:
+        """Compute and store the keys and values of what waits, in every draft layer (SPEC eq. 2-3)."""
+        if not cache.waiting:
+            return
         config, fused = self.config, self._fused_weights()
-        context_NH = self._context(taps_NT)
+        waiting, cache.waiting = cache.waiting, []
+        context_NH = self._context(torch.cat([context.taps_NT for context in waiting]))
         first_key_row = config.num_attention_heads * config.head_dim
         kv_LNO = torch.stack([F.linear(context_NH, qkv_OH[first_key_row:]) for qkv_OH in fused.qkv_LOH])
         keys, values = kv_LNO.view(*kv_LNO.shape[:2], 2, config.num_key_value_heads, config.head_dim).unbind(2)
         norms_L11d = fused.head_norms_L2d[:, 1, None, None]
         keys = F.rms_norm(keys, (config.head_dim,), None, config.rms_norm_eps) * norms_L11d
-
-        places = cache.tables.places(segments)
-        keys = rotate(keys, *self._rope.like(keys).lookup(places.positions_N, places.last_position))
-        cache.keys[:, :, places.rows] = keys.transpose(1, 2).to(cache.keys.dtype)
-        cache.values[:, :, places.rows] = values.transpose(1, 2).to(cache.values.dtype)
+        positions_N = torch.cat([context.places.positions_N for context in waiting])
+        last_position = max(context.places.last_position for context in waiting)
+        keys = rotate(keys, *self._rope.like(keys).lookup(positions_N, last_position))
+        keys, values = keys.transpose(1, 2).to(cache.keys.dtype), values.transpose(1, 2).to(cache.values.dtype)
+        start = 0
+        for context in waiting:  # one after the other, so that the later of two at one place stays
+            end = start + len(context.taps_NT)
+            cache.keys[:, :, context.places.rows] = keys[:, :, start:end]
+            cache.values[:, :, context.places.rows] = values[:, :, start:end]
+            start = end
 
     @torch.no_grad()
     def propose(
@@ -142,6 +162,7 @@ class DSparkDrafter(DraftModel):
             ValueError: for a wrong number of tokens, rows or slots.
         """
         count = check_proposal(slots, anchors_R, num_tokens, self.block_size)
+        self._write_context(cache)
         hidden_RGH = self._draft_hidden(cache, slots, anchors_R)[:, :count]
         # Flat rows: for a part of a block a linear layer would else work row by row, and copy its weights for each.
         base_ND = F.linear(hidden_RGH.reshape(-1, hidden_RGH.shape[-1]), self.lm_head.weight)

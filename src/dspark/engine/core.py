@@ -20,7 +20,7 @@ from dspark.engine.slots import Slots
 from dspark.engine.statistics import EngineStatistics, StepTotals
 from dspark.engine.step import Row, Stepper
 from dspark.models.target import Target
-from dspark.scheduling import Off, Policy, StepCost, StepRecord
+from dspark.scheduling import Off, Policy, StepCost, StepRecord, parse_own_policy
 
 __all__ = ["EngineCore", "EngineSettings", "RequestHandle"]
 
@@ -240,10 +240,20 @@ class EngineCore:
         if not all(0 <= token < vocab_size for token in request.prompt_ids):
             raise ValueError(f"prompt holds a token id outside the vocabulary 0..{vocab_size - 1}")
         _check_sampling(request.sampling, vocab_size)
+        self._check_policy(request.policy)
         if request.stop_strings and self._tokenizer is None:
             raise ValueError("stop_strings need a tokenizer")
         if request.logprobs is not None and request.logprobs > vocab_size:
             raise ValueError(f"logprobs is {request.logprobs}; the vocabulary has {vocab_size} tokens")
+
+    def _check_policy(self, name: str | None) -> None:
+        own = None if name is None else parse_own_policy(name)
+        if own is None or isinstance(own, Off):
+            return
+        if self._drafter is None:
+            raise ValueError(f"policy is {name!r}, but this engine runs without a drafter (its policy is off)")
+        if own.needs_confidences and not self._drafter.has_confidence_head:
+            raise ValueError(f"policy is {name!r}, but the drafter has no confidence head: give off or fixed:K")
 
     def cancel(self, handle: RequestHandle) -> None:
         """End a request where it is and free its memory at once; nothing happens if it is finished or abandoned.

@@ -7,7 +7,7 @@ import atexit
 import threading
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from functools import partial
@@ -69,7 +69,7 @@ class Generation:
                 self._raise_error()
                 return
 
-    async def __aiter__(self) -> AsyncIterator[Delta]:
+    async def __aiter__(self) -> AsyncGenerator[Delta, None]:
         """The same in an event loop, which is not held up."""
         loop, changed, seen = asyncio.get_running_loop(), asyncio.Event(), 0
 
@@ -262,6 +262,7 @@ class Engine:
         n: int = 1,
         logprobs: int | None = None,
         max_draft_tokens: int | None = None,
+        policy: str | None = None,
         user: str = "",
         prefix_namespace: str = "",
     ) -> Generation:
@@ -291,6 +292,7 @@ class Engine:
             n=n,
             logprobs=logprobs,
             max_draft_tokens=max_draft_tokens,
+            policy=policy,
             user=user,
             prefix_namespace=prefix_namespace,
         )
@@ -318,15 +320,27 @@ class Engine:
             generations.append(generation)
         return [generation.result() for generation in generations]
 
-    def statistics(self) -> EngineStatistics:
-        """Counts since the start, and what is there now, between two steps."""
+    @property
+    def is_alive(self) -> bool:
+        """Whether requests are taken: until it is closed, or an error has ended it."""
+        return not (self._is_closed or self._has_ended or self._error is not None)
+
+    def statistics(self, timeout: float | None = None) -> EngineStatistics:
+        """Counts since the start, and what is there now, between two steps.
+
+        Args:
+            timeout: seconds to wait for the end of a step.
+
+        Raises:
+            TimeoutError: the step took longer.
+        """
         answer: Future[EngineStatistics] = Future()
         with self._wake:
             if self._has_ended or threading.current_thread() is self._thread:
                 return self._core.statistics()
             self._commands.append(lambda: answer.set_result(self._core.statistics()))
             self._wake.notify()
-        return answer.result()
+        return answer.result(timeout)
 
     def close(self, *, drain: bool = False) -> None:
         """End the engine. Unfinished requests are cancelled, or with ``drain`` finished first; new ones are refused."""

@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any, Literal, SupportsIndex
 
 from dspark.decoding import SamplingSettings
+from dspark.scheduling import parse_own_policy
 
 FinishReason = Literal["stop", "length", "cancelled"]
 """``stop``: a stop token or stop string. ``length``: ``max_tokens``, or the end of the context."""
@@ -27,6 +28,8 @@ class Request:
         logprobs: None for none, 0 for the log-probability of each token, k for the k most likely tokens besides. They
             are the target's own, before temperature, penalties and truncation.
         max_draft_tokens: draft tokens of a round at most; None for the drafter's block, 0 for no speculation.
+        policy: what this request's drafts go by, in place of the engine's policy: ``off``, ``fixed:K`` or
+            ``threshold:C``.
         user: requests of different users take turns.
         prefix_namespace: computed prompts are reused between requests of one namespace only.
         random: uniforms in [0, 1) for sampling without a seed; operating-system entropy by default.
@@ -43,6 +46,7 @@ class Request:
     n: int = 1
     logprobs: int | None = None
     max_draft_tokens: int | None = None
+    policy: str | None = None
     user: str = ""
     prefix_namespace: str = ""
     random: Callable[[], float] | None = None
@@ -64,6 +68,8 @@ class Request:
             isinstance(text, str) and text for text in self.stop_strings
         ):
             raise ValueError("stop_strings must be a tuple of texts that are not empty")
+        if self.policy is not None:
+            parse_own_policy(self.policy)
         for name in ("user", "prefix_namespace"):
             if not isinstance(getattr(self, name), str):
                 raise ValueError(f"{name} is {getattr(self, name)!r}; it must be a text")

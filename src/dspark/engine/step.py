@@ -28,6 +28,8 @@ from dspark.scheduling import (
     StepPlan,
     StepRecord,
     StepSeconds,
+    choose_lengths,
+    plan_step,
     predicted_seconds,
 )
 from dspark.scheduling.batch import FloatArray, IntArray
@@ -118,7 +120,7 @@ class Stepper:
         """
         rows = [*decoding, *chunks]
         began = self._clock()
-        plan = self.policy.plan(self._batch(decoding, chunks), self._history.past, self.cost)
+        plan = plan_step(self.policy, self._batch(decoding, chunks), self._history.past, self.cost)
         planned = self._clock()
         drafts, confidences = self._draft(plan, decoding)
         drafted = self._clock()
@@ -152,6 +154,7 @@ class Stepper:
 
     def _batch(self, decoding: Sequence[Row], chunks: Sequence[Row]) -> StepBatch:
         """What the scheduler plans by; its requests are the engine's choices."""
+        own_policies_R = tuple(row.choice.request.policy for row in decoding)
         return StepBatch(
             step=self._step,
             request_ids_R=np.array([row.choice.choice_id for row in decoding], np.int64),
@@ -159,6 +162,7 @@ class Stepper:
             draftable_R=np.array([row.choice.draftable if row.start > 0 else 0 for row in decoding], np.int64),
             context_tokens=sum(row.start for row in decoding),
             prefill_tokens=sum(row.length for row in chunks),
+            own_policies_R=own_policies_R if any(own_policies_R) else None,
         )
 
     def _draft(self, plan: StepPlan, decoding: Sequence[Row]) -> tuple[list[_Draft], Drafts | None]:
@@ -194,7 +198,7 @@ class Stepper:
         """Draft tokens of each decoding row to verify, and what the step is then expected to take."""
         lengths_R: IntArray = np.zeros_like(plan.draft_lengths_R)
         if confidences is not None:
-            lengths_R = self.policy.verify_lengths(plan, confidences, self.cost)
+            lengths_R = choose_lengths(self.policy, plan, confidences, self.cost)
         return lengths_R, None if self.cost is None else predicted_seconds(plan, int(lengths_R.sum()), self.cost)
 
     def _verify(self, rows: Sequence[Row], verified: Sequence[_Draft]) -> torch.Tensor | None:

@@ -2,9 +2,9 @@
 
 Functions over numbers; nothing here draws, times or stores anything. A step of the engine, or of the simulator, is::
 
-    plan = policy.plan(batch, history.past, cost)                # before drafting, from the past alone
+    plan = plan_step(policy, batch, history.past, cost)          # before drafting, from the past alone
     drafts = ...                                                 # draft plan.draft_lengths_R, if plan.drafts
-    lengths_R = policy.verify_lengths(plan, drafts, cost)        # sees confidences, no token
+    lengths_R = choose_lengths(policy, plan, drafts, cost)       # sees confidences, no token
     history = history.after(drafts)                              # with None if nothing was drafted
     cost = cost.corrected(predicted, measured)                   # once the step has been timed
 """
@@ -15,6 +15,7 @@ from dspark.scheduling.batch import Drafts, StepBatch, survival
 from dspark.scheduling.cost import DraftPoint, PrefillPoint, StepCost, StepSeconds, VerifyPoint
 from dspark.scheduling.curve import MeasuredCurve, measure_curve
 from dspark.scheduling.history import History, PastSurvivals
+from dspark.scheduling.own import choose_lengths, parse_own_policy, plan_step
 from dspark.scheduling.policies import (
     Delayed,
     Fixed,
@@ -47,8 +48,11 @@ __all__ = [
     "StepSeconds",
     "Threshold",
     "VerifyPoint",
+    "choose_lengths",
     "measure_curve",
+    "parse_own_policy",
     "parse_policy",
+    "plan_step",
     "predicted_seconds",
     "replayed_lengths",
     "survival",

@@ -25,7 +25,7 @@ import numpy as np
 from dspark.scheduling.batch import FloatArray, IntArray, StepBatch
 from dspark.scheduling.cost import StepCost
 
-__all__ = ["first_stop", "global_maximum", "ranked_survivals", "throughput", "verify_lengths"]
+__all__ = ["first_stop", "global_maximum", "ranked_survivals", "throughput", "throughput_by_length", "verify_lengths"]
 
 
 def ranked_survivals(survivals_RG: FloatArray, lengths_R: IntArray) -> FloatArray:
@@ -41,14 +41,48 @@ def throughput(ranked_N: FloatArray, batch: StepBatch, draft_lengths_R: IntArray
         ranked_N: survivals, largest first.
         draft_lengths_R: what is drafted in the step, for its cost; zeros for a step that does not draft.
     """
-    committed_K = batch.num_requests + np.concatenate(([0.0], np.cumsum(ranked_N)))
-    verify_seconds_K = cost.verify_seconds(
-        np.arange(ranked_N.size + 1),
+    return _committed(ranked_N, batch) / (
+        _verify_seconds(ranked_N.size, batch, cost) + cost.drafting_seconds(draft_lengths_R)
+    )
+
+
+def throughput_by_length(survivals_RG: FloatArray, batch: StepBatch, cost: StepCost) -> list[FloatArray]:
+    """``throughput`` of steps whose drafts have 1, 2, ... G tokens at most, as far as requests can use them.
+
+    As long as the batch's token limit lets, as the others.
+    """
+    is_drafted_RG = np.arange(survivals_RG.shape[1]) < batch.draftable_R[:, None]
+    survival_N, position_N = survivals_RG[is_drafted_RG], np.nonzero(is_drafted_RG)[1]
+    order_N = np.argsort(-survival_N)
+    survival_N, position_N = survival_N[order_N], position_N[order_N]
+    verify_seconds_K = _verify_seconds(survival_N.size, batch, cost)
+    lengths = np.arange(1, survivals_RG.shape[1] + 1)
+    draft_seconds_G = cost.draft_seconds(int(np.count_nonzero(batch.draftable_R)), lengths) + cost.schedule_seconds
+    theta = []
+    for length, draft_seconds in zip(lengths, draft_seconds_G, strict=True):
+        ranked_N = survival_N[position_N < length]
+        committed_K = _committed(ranked_N[: batch.most_verified(ranked_N.size)], batch)
+        theta.append(committed_K / (verify_seconds_K[: committed_K.size] + draft_seconds))
+    return theta
+
+
+def _committed(ranked_N: FloatArray, batch: StepBatch) -> FloatArray:
+    """tau_hat(K) for K = 0..N."""
+    committed_K = np.empty(ranked_N.size + 1)
+    committed_K[0] = batch.num_requests
+    np.cumsum(ranked_N, out=committed_K[1:])
+    committed_K[1:] += batch.num_requests
+    return committed_K
+
+
+def _verify_seconds(num_drafted: int, batch: StepBatch, cost: StepCost) -> FloatArray:
+    """Of K = 0..N draft tokens."""
+    return cost.verify_seconds(
+        np.arange(num_drafted + 1),
         requests=batch.num_requests,
         context_tokens=batch.context_tokens,
         prefill_tokens=batch.prefill_tokens,
     )
-    return committed_K / (verify_seconds_K + cost.drafting_seconds(draft_lengths_R))
 
 
 def first_stop(theta_K: FloatArray) -> int:

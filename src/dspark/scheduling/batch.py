@@ -53,6 +53,7 @@ class StepBatch:
         context_tokens: cached tokens of the decoding requests together.
         prefill_tokens: prompt tokens that share the step's forward pass.
         token_limit: tokens of the forward pass at most, prompt tokens included; None for no limit.
+        own_policies_R: the name of the policy that each request brought, or None; None if no request did.
     """
 
     step: int
@@ -61,12 +62,15 @@ class StepBatch:
     context_tokens: int
     prefill_tokens: int = 0
     token_limit: int | None = None
+    own_policies_R: tuple[str | None, ...] | None = None
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "request_ids_R", frozen_ints(self.request_ids_R))
         object.__setattr__(self, "draftable_R", frozen_ints(self.draftable_R))
         if self.draftable_R.shape != (self.num_requests,):
             raise ValueError(f"draftable_R has shape {self.draftable_R.shape}; give one for each of request_ids_R")
+        if self.own_policies_R is not None and len(self.own_policies_R) != self.num_requests:
+            raise ValueError(f"own_policies_R has {len(self.own_policies_R)} names; give one for each of request_ids_R")
         if len(set(self.request_ids_R.tolist())) != self.num_requests:
             raise ValueError("request_ids_R names a request twice; each request has one row")
         if (self.draftable_R < 0).any():

@@ -167,21 +167,22 @@ class StepCost:
         """Seconds that ``tokens`` prompt tokens add to a step."""
         return self.verify_ratio * float(self.prefill(tokens)) if tokens > 0 else 0.0
 
-    def draft_seconds(self, requests: int, block_length: int) -> float:
-        """Seconds of drafting ``block_length`` tokens for each of ``requests``."""
-        if requests <= 0 or block_length <= 0:
-            return 0.0
-        lengths = [0, *self.draft]
-        at_lengths = np.maximum.accumulate([0.0, *(float(curve(requests)) for curve in self.draft.values())])
-        beyond = max(block_length / lengths[-1], 1.0)
-        return self.draft_ratio * float(np.interp(block_length, lengths, at_lengths)) * beyond
+    def draft_seconds(self, requests: int, block_length: npt.ArrayLike) -> FloatArray:
+        """Seconds of drafting ``block_length`` tokens for each of ``requests``; one for each of several lengths."""
+        lengths = np.asarray(block_length, np.float64)
+        if requests <= 0:
+            return np.zeros_like(lengths)
+        known = np.array([0, *self.draft], np.float64)
+        at_known = np.maximum.accumulate([0.0, *(float(curve(requests)) for curve in self.draft.values())])
+        beyond = np.maximum(lengths / known[-1], 1.0)
+        return np.asarray(self.draft_ratio * np.interp(lengths, known, at_known) * beyond)
 
     def drafting_seconds(self, draft_lengths_R: IntArray) -> float:
         """Seconds of draft and schedule for blocks of these lengths; 0 if nothing is drafted."""
         requests = int(np.count_nonzero(draft_lengths_R))
         if requests == 0:
             return 0.0
-        return self.draft_seconds(requests, int(draft_lengths_R.max())) + self.schedule_seconds
+        return float(self.draft_seconds(requests, draft_lengths_R.max())) + self.schedule_seconds
 
     def corrected(self, predicted: StepSeconds, measured: StepSeconds) -> StepCost:
         """The cost after one more measured step: an average of the logarithm of the ratio, slow and within bounds."""

@@ -31,6 +31,7 @@ from dspark.scheduling.admission import (
     global_maximum,
     ranked_survivals,
     throughput,
+    throughput_by_length,
     verify_lengths,
 )
 from dspark.scheduling.batch import Drafts, FloatArray, IntArray, StepBatch, frozen_ints
@@ -249,21 +250,30 @@ class Delayed:
 
 
 def _plan(batch: StepBatch, past: PastSurvivals | None, cost: StepCost, stop: Stop, probe_every_steps: int) -> StepPlan:
-    """Draft if max Theta with the draft's cost, on past survivals, is above Theta of a step without draft."""
+    """Draft as long as past survivals make worth it, if max Theta with the draft's cost is above that of no draft."""
     age_steps = past.age(batch) if past is not None else 0
-    lengths_R, none_R = batch.draftable_R, np.zeros_like(batch.draftable_R)
-    if not lengths_R.any():
-        return StepPlan(batch=batch, draft_lengths_R=none_R, why="nothing to draft")
+    if not batch.draftable_R.any():
+        return StepPlan(batch=batch, draft_lengths_R=np.zeros_like(batch.draftable_R), why="nothing to draft")
     if past is None:
-        return StepPlan(batch=batch, draft_lengths_R=lengths_R, why="no history")
-    theta_K = _theta(past.expected_for(batch), lengths_R, batch, cost)
-    budget = stop(theta_K)
-    without_draft = throughput(np.empty(0), batch, none_R, cost)[0]
-    if theta_K[budget] > without_draft:
+        return StepPlan(batch=batch, draft_lengths_R=batch.draftable_R, why="no history")
+    best, length, budget = _best_draft(past.expected_for(batch), batch, cost, stop)
+    if best > throughput(np.empty(0), batch, np.zeros_like(batch.draftable_R), cost)[0]:
+        # One more than pays: what its survival is has to be known if it is to be drafted again one day.
+        lengths_R = np.minimum(batch.draftable_R, length + 1)
         return StepPlan(batch=batch, draft_lengths_R=lengths_R, budget=budget, why="pays")
     if age_steps % probe_every_steps == 0:
-        return StepPlan(batch=batch, draft_lengths_R=lengths_R, budget=budget, why="probe")
-    return StepPlan(batch=batch, draft_lengths_R=none_R, why="parked")
+        return StepPlan(batch=batch, draft_lengths_R=batch.draftable_R, budget=budget, why="probe")
+    return StepPlan(batch=batch, draft_lengths_R=np.zeros_like(batch.draftable_R), why="parked")
+
+
+def _best_draft(survivals_RG: FloatArray, batch: StepBatch, cost: StepCost, stop: Stop) -> tuple[float, int, int]:
+    """The largest Theta of all longest lengths of a draft, that length, and the budget K which gives it."""
+    best = (0.0, 0, 0)
+    for index, theta_K in enumerate(throughput_by_length(survivals_RG, batch, cost)):
+        budget = stop(theta_K)
+        if theta_K[budget] > best[0]:
+            best = (float(theta_K[budget]), index + 1, budget)
+    return best
 
 
 def _theta(survivals_RG: FloatArray, lengths_R: IntArray, batch: StepBatch, cost: StepCost) -> FloatArray:
@@ -282,7 +292,9 @@ def predicted_seconds(plan: StepPlan, num_verified: int, cost: StepCost) -> Step
         prefill_tokens=batch.prefill_tokens,
     )
     return StepSeconds(
-        draft=cost.draft_seconds(int(np.count_nonzero(plan.draft_lengths_R)), int(plan.draft_lengths_R.max(initial=0))),
+        draft=float(
+            cost.draft_seconds(int(np.count_nonzero(plan.draft_lengths_R)), plan.draft_lengths_R.max(initial=0))
+        ),
         schedule=cost.schedule_seconds if plan.drafts else 0.0,
         verify=float(verify) + cost.prefill_seconds(batch.prefill_tokens),
     )

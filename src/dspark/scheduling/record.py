@@ -11,6 +11,7 @@ import numpy as np
 from dspark.scheduling.batch import Drafts, IntArray, StepBatch, frozen_ints
 from dspark.scheduling.cost import StepCost, StepSeconds
 from dspark.scheduling.history import History
+from dspark.scheduling.own import choose_lengths, plan_step
 from dspark.scheduling.policies import Policy, StepPlan, Why
 
 __all__ = ["StepRecord", "replayed_lengths"]
@@ -56,6 +57,7 @@ class StepRecord:
             "context_tokens": batch.context_tokens,
             "prefill_tokens": batch.prefill_tokens,
             "token_limit": batch.token_limit,
+            "own_policies": batch.own_policies_R,
             "draft_lengths": self.plan.draft_lengths_R.tolist(),
             "budget": self.plan.budget,
             "why": self.plan.why,
@@ -78,6 +80,7 @@ class StepRecord:
             context_tokens=values["context_tokens"],
             prefill_tokens=values["prefill_tokens"],
             token_limit=values["token_limit"],
+            own_policies_R=None if values.get("own_policies") is None else tuple(values["own_policies"]),
         )
         why: Why = values["why"]
         plan = StepPlan(
@@ -104,10 +107,10 @@ def replayed_lengths(records: Iterable[StepRecord], policy: Policy, cost: StepCo
     history = History()
     lengths = []
     for record in records:
-        plan = policy.plan(record.plan.batch, history.past, cost)
+        plan = plan_step(policy, record.plan.batch, history.past, cost)
         drafts = record.drafts if plan.drafts else None
         none_R = np.zeros_like(plan.draft_lengths_R)
-        lengths.append(none_R if drafts is None else policy.verify_lengths(plan, _cut(drafts, plan), cost))
+        lengths.append(none_R if drafts is None else choose_lengths(policy, plan, _cut(drafts, plan), cost))
         history = history.after(record.drafts)
     return lengths
 
