@@ -28,7 +28,7 @@ from dspark.drafters.checkpoint import load_drafter
 from dspark.engine.core import EngineCore, EngineSettings
 from dspark.engine.engine import Engine
 from dspark.engine.loading import known_or_measured
-from dspark.engine.request import Request
+from dspark.engine.request import Completion, Request
 from dspark.models.chat import chat_token_ids
 from dspark.models.loading import LoadedTarget, load_target
 from dspark.scheduling import Off, parse_policy
@@ -64,7 +64,7 @@ def catalogue(target: LoadedTarget, paths: list[Path], count: int, seed: int) ->
     return requests
 
 
-def alone(target: LoadedTarget, requests: list[Request]) -> list[list[tuple[int, ...]]]:
+def alone(target: LoadedTarget, requests: list[Request]) -> list[tuple[Completion, ...]]:
     """Each request's answers by plain decoding, one after the other, nothing reused."""
     answers = []
     for number, request in enumerate(requests):
@@ -73,15 +73,15 @@ def alone(target: LoadedTarget, requests: list[Request]) -> list[list[tuple[int,
         handle = core.submit(replace(request, logprobs=None))
         core.run()
         assert handle.result is not None
-        answers.append([completion.token_ids for completion in handle.result.completions])
+        answers.append(handle.result.completions)
         if number % 20 == 19:
             print(f"alone: {number + 1} of {len(requests)}", flush=True)
     return answers
 
 
-def resident_bytes() -> int:
-    """Memory of this process now."""
-    return int(Path("/proc/self/statm").read_text().split()[1]) * 4096
+def resident_bytes(process: int | str = "self") -> int:
+    """Memory of a process now, by its id."""
+    return int(Path(f"/proc/{process}/statm").read_text().split()[1]) * 4096
 
 
 def main() -> None:
@@ -129,7 +129,7 @@ def main() -> None:
                     streamed[delta.choice] += delta.token_ids
                 for choice, (completion, whole) in enumerate(zip(result.completions, expected[index], strict=True)):
                     is_cut = completion.finish_reason == "cancelled"
-                    tokens = whole[: len(completion.token_ids)] if is_cut else whole
+                    tokens = whole.token_ids[: len(completion.token_ids)] if is_cut else whole.token_ids
                     if completion.token_ids != tokens or streamed[choice] != tokens:
                         with lock:
                             wrong.append({"request": index, "choice": choice, "got": completion.token_ids})

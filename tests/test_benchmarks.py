@@ -10,7 +10,9 @@ from pathlib import Path
 import pytest
 
 BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
-SCRIPTS = sorted(path.name for path in BENCHMARKS.glob("*.py") if "__main__" in path.read_text())
+SCRIPTS = sorted(
+    path.relative_to(BENCHMARKS).as_posix() for path in BENCHMARKS.rglob("*.py") if "__main__" in path.read_text()
+)
 
 
 @pytest.mark.parametrize("script", SCRIPTS)

@@ -21,6 +21,8 @@ if TYPE_CHECKING:
     from dspark.engine.engine import EngineError as EngineError
     from dspark.engine.engine import Generation as Generation
     from dspark.engine.generation import generate as generate
+    from dspark.engine.grammar import Grammar as Grammar
+    from dspark.engine.grammar import GrammarCompiler as GrammarCompiler
     from dspark.engine.queue import QueueFull as QueueFull
     from dspark.engine.request import Completion as Completion
     from dspark.engine.request import Delta as Delta
@@ -46,6 +48,8 @@ _MODULES = {
     "EngineStatistics": "dspark.engine.statistics",
     "Generation": "dspark.engine.engine",
     "GenerationResult": "dspark.engine.result",
+    "Grammar": "dspark.engine.grammar",
+    "GrammarCompiler": "dspark.engine.grammar",
     "LoadedTarget": "dspark.models.loading",
     "QueueFull": "dspark.engine.queue",
     "Request": "dspark.engine.request",

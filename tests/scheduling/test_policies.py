@@ -54,7 +54,20 @@ def test_names_are_read_back(text: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "text", ["", "on", "fixed", "fixed:", "fixed:x", "fixed:-1", "threshold:1.5", "threshold:nan", "delayed:2", "off:"]
+    "text",
+    [
+        "",
+        "on",
+        "fixed",
+        "fixed:",
+        "fixed:x",
+        "fixed:-1",
+        "fixed:99999999999999999999",
+        "threshold:1.5",
+        "threshold:nan",
+        "delayed:2",
+        "off:",
+    ],
 )
 def test_names_that_are_refused(text: str) -> None:
     with pytest.raises(ValueError, match=f"policy '{text}'"):

@@ -36,6 +36,7 @@ COMMANDS = {
     "train": "Train a drafter for a target on regenerated data.",
     "calibrate": "Make a drafter's confidences probabilities, and show how true they are.",
     "profile": "Measure what a step costs on this hardware, for scheduling by load.",
+    "serve": "Serve a target and its drafter to clients of OpenAI's API.",
     "bench": "Measure many requests at once: throughput and speed for each user, by load and policy.",
     "eval": "Measure drafters on prompts: accepted length, acceptance, speed-up, with a report.",
 }

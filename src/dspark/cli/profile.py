@@ -67,8 +67,8 @@ def profile(
     models = open_models(target=target, drafter=drafter, speculation=True, dtype=dtype, device=device)
     assert models.drafter is not None
     key = profile_key(models.target, models.drafter, max_concurrency=max_concurrency)
-    found = None if remeasure else _stored(key)
-    measured = found or _measure(models, key, quiet=json)
+    found = None if remeasure else usable_profile(key)
+    measured = found or measure_profile(models, key, quiet=json)
     if plot is not None:
         write_text(plot, _page(measured))
     path = profile_path(key)
@@ -84,7 +84,7 @@ def profile(
         print(f"plot: {plot}")
 
 
-def _stored(key: ProfileKey) -> StoredProfile | None:
+def usable_profile(key: ProfileKey) -> StoredProfile | None:
     """The profile that is there already, unless it cannot be used; why not is said on stderr."""
     from dspark.cli.calibration_rounds import note
     from dspark.engine.profile import read_profile
@@ -96,7 +96,8 @@ def _stored(key: ProfileKey) -> StoredProfile | None:
         return None
 
 
-def _measure(models: Models, key: ProfileKey, *, quiet: bool) -> StoredProfile:
+def measure_profile(models: Models, key: ProfileKey, *, quiet: bool) -> StoredProfile:
+    """Measure a profile and keep it; stderr tells how far it is unless ``quiet``."""
     from dspark.cli.calibration_rounds import note
     from dspark.engine.profile import write_profile
     from dspark.engine.profile_measurement import measured_profile

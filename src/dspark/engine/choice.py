@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -17,6 +17,25 @@ from dspark.engine.text import IncrementalText
 from dspark.scheduling.batch import FloatArray
 
 
+class _OwnRandom:
+    """A request's own numbers. What is wrong with them is kept until its choice can be ended without the others."""
+
+    def __init__(self, random: Callable[[], float]) -> None:
+        self._random = random
+        self.error: Exception | None = None
+
+    def __call__(self) -> float:
+        try:
+            value = float(self._random())
+        except Exception as error:
+            self.error = error
+            return 0.0
+        if not 0 <= value < 1:
+            self.error = ValueError(f"random gave {value:g}; it must give numbers in [0, 1)")
+            return 0.0
+        return value
+
+
 class Choice:
     """A sequence of tokens that grows until something ends it.
 
@@ -26,6 +45,9 @@ class Choice:
         tokens: prompt, then what was generated. The last token is the anchor: keys and values are known before it.
         slot: where its memory is while it runs; None while it waits.
         rounds: what became of its drafts.
+        grammar: how far it has come in its grammar; None without one.
+        error: what of its own went wrong; it then gets no further, and its request ends.
+        prompt_logprobs: of the prompt's tokens from the second on, as far as computed; None if nobody asked for them.
     """
 
     def __init__(
@@ -48,10 +70,18 @@ class Choice:
         settings = request.sampling
         if settings.seed is not None and index > 0:  # seeds are signed 64-bit numbers: behind the last comes the first
             settings = replace(settings, seed=(settings.seed + index + 2**63) % 2**64 - 2**63)
-        self.sampling = request_sampling(settings, self.tokens.copy(), drafter, request.random)
+        self._random = None if request.random is None else _OwnRandom(request.random)
+        self.sampling = request_sampling(settings, self.tokens.copy(), drafter, self._random)
+        self.grammar = None if request.grammar is None else request.grammar.start()
+        self.error: Exception | None = None
+        self._stop_token_ids = request.stop_token_ids
+        if request.grammar is not None:  # behind the end of what the grammar describes nothing can follow
+            self._stop_token_ids = request.stop_token_ids | request.grammar.stop_token_ids
         self._max_tokens = max_tokens
         self._text = None if tokenizer is None else IncrementalText(tokenizer, request.stop_strings)
         self._logprobs: list[TokenLogprob] | None = None if request.logprobs is None else []
+        asked_of_prompt = index == 0 and request.prompt_logprobs is not None
+        self.prompt_logprobs: list[TokenLogprob] | None = [] if asked_of_prompt else None
         block_size = 0 if drafter is None else drafter.block_size
         self.rounds = RoundCounts(block_size)
         asked = request.max_draft_tokens
@@ -71,25 +101,38 @@ class Choice:
         return len(self.tokens) - self.num_prompt_tokens
 
     @property
+    def wants_prompt_logprobs(self) -> bool:
+        """Whether log-probabilities of prompt tokens are still to be computed."""
+        return self.prompt_logprobs is not None and len(self.prompt_logprobs) < self.num_prompt_tokens - 1
+
+    @property
     def draftable(self) -> int:
         """Draft tokens that a round can use: the target adds one of its own, so the last token needs no draft."""
         return min(self._most_drafted, self._max_tokens - self.num_generated - 1)
 
     def append(self, token_ids: Sequence[int], logprobs: Sequence[TokenLogprob] | None) -> Delta:
-        """Take in what a pass brought, up to the first token that ends the choice; what lies after it is dropped."""
+        """Take in what a pass brought, up to the first token that ends the choice; what lies after it is dropped.
+
+        Raises:
+            Exception: whatever the request's own parts raise: its random, its grammar, its tokenizer.
+        """
+        if self._random is not None and self._random.error is not None:
+            raise self._random.error
         shown, kept = [], 0
         for token in token_ids:
             kept += 1
             self.tokens.append(token)
-            if self._text is not None and token not in self.request.stop_token_ids:
+            if self._text is not None and token not in self._stop_token_ids:
                 shown.append(self._text.push(token))
-            if token in self.request.stop_token_ids or (self._text is not None and self._text.stopped):
+            if token in self._stop_token_ids or (self._text is not None and self._text.stopped):
                 self.finish_reason = "stop"
                 break
             if self.num_generated == self._max_tokens:
                 self.finish_reason = "length"
                 break
         self.sampling.commit(list(token_ids[:kept]))
+        if self.grammar is not None:
+            self.grammar.extend(token_ids[:kept])
         kept_logprobs = None if logprobs is None else tuple(logprobs[:kept])
         if kept_logprobs is not None and self._logprobs is not None:
             self._logprobs.extend(kept_logprobs)

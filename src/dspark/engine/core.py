@@ -38,6 +38,7 @@ class EngineSettings:
             ``max_length``, or 1 GiB if that is None, too.
         max_prefill_tokens: prompt tokens of a step at most, so that long prompts do not hold up those who decode.
         max_waiting: requests that may wait before more are refused.
+        max_choices: answers that a request may ask for.
         reuse_prefixes: whether what was computed of earlier prompts and answers serves later prompts.
 
     Raises:
@@ -49,10 +50,11 @@ class EngineSettings:
     kv_memory_bytes: int | None = None
     max_prefill_tokens: int = 256
     max_waiting: int = 1024
+    max_choices: int = 128
     reuse_prefixes: bool = True
 
     def __post_init__(self) -> None:
-        for name in ("max_concurrency", "max_prefill_tokens", "max_waiting"):
+        for name in ("max_concurrency", "max_prefill_tokens", "max_waiting", "max_choices"):
             check_whole_number(name, getattr(self, name), least=1)
         if self.max_length is not None:
             check_whole_number("max_length", self.max_length, least=2)  # a prompt and an answer
@@ -66,6 +68,7 @@ class RequestHandle:
 
     Attributes:
         result: None until it is finished.
+        error: of its own, which has ended it without a result.
     """
 
     request_id: int
@@ -75,7 +78,9 @@ class RequestHandle:
     submitted_at: float
     on_delta: Callable[[Delta], None] | None
     on_result: Callable[[RequestResult], None] | None
+    on_error: Callable[[Exception], None] | None
     result: RequestResult | None = None
+    error: Exception | None = None
     unforked: list[Choice] = field(default_factory=list)  # wait until the prompt of the first choice can be shared
     reused_tokens: int | None = None
     started_at: float | None = None
@@ -83,8 +88,8 @@ class RequestHandle:
 
     @property
     def is_finished(self) -> bool:
-        """Whether every choice has ended."""
-        return self.result is not None
+        """Whether every choice has ended, or an error has ended it."""
+        return self.result is not None or self.error is not None
 
 
 class EngineCore:
@@ -190,11 +195,13 @@ class EngineCore:
         *,
         on_delta: Callable[[Delta], None] | None = None,
         on_result: Callable[[RequestResult], None] | None = None,
+        on_error: Callable[[Exception], None] | None = None,
         is_accepted: bool = False,
     ) -> RequestHandle:
         """Queue a request.
 
         Args:
+            on_error: is given an error of the request's own, which ends it; others go on.
             is_accepted: the caller has told its user that it may wait: ``max_waiting`` does not refuse it any more.
 
         Raises:
@@ -210,6 +217,7 @@ class EngineCore:
             submitted_at=self._clock(),
             on_delta=on_delta,
             on_result=on_result,
+            on_error=on_error,
         )
         for index in range(request.n):
             choice = Choice(
@@ -243,8 +251,16 @@ class EngineCore:
         self._check_policy(request.policy)
         if request.stop_strings and self._tokenizer is None:
             raise ValueError("stop_strings need a tokenizer")
-        if request.logprobs is not None and request.logprobs > vocab_size:
-            raise ValueError(f"logprobs is {request.logprobs}; the vocabulary has {vocab_size} tokens")
+        for name in ("logprobs", "prompt_logprobs"):
+            if (getattr(request, name) or 0) > vocab_size:
+                raise ValueError(f"{name} is {getattr(request, name)}; the vocabulary has {vocab_size} tokens")
+        if request.n > self.settings.max_choices:
+            raise ValueError(f"n is {request.n}; here it must be at most {self.settings.max_choices} (max_choices)")
+        if request.grammar is not None and request.grammar.vocab_size != vocab_size:
+            raise ValueError(
+                f"grammar is for a vocabulary of {request.grammar.vocab_size} tokens; this target has {vocab_size}: "
+                "compile it with Engine.grammars"
+            )
 
     def _check_policy(self, name: str | None) -> None:
         own = None if name is None else parse_own_policy(name)
@@ -267,9 +283,15 @@ class EngineCore:
             return
         handle.unforked.clear()
         for choice in handle.choices:
-            if choice.finish_reason is None:
-                self._deliver(handle, choice.cancel())
-                self._end(handle, choice)
+            if choice.finish_reason is not None:
+                continue
+            try:
+                delta = choice.cancel()
+            except Exception as error:  # its text cannot be finished
+                self._fail(handle, error)
+                return
+            self._deliver(handle, delta)
+            self._end(handle, choice)
 
     def step(self) -> bool:
         """Move every running choice by one round; False if there was nothing to do."""
@@ -396,7 +418,12 @@ class EngineCore:
     def _take_in(self, row: Row, delta: Delta | None) -> None:
         """What a step gave a choice goes out; a finished choice leaves memory."""
         choice = row.choice
-        handle = self._handle_of[choice.choice_id]
+        handle = self._handle_of.get(choice.choice_id)
+        if handle is None:
+            return  # an error of another of the request's choices has ended it
+        if choice.error is not None:
+            self._fail(handle, choice.error)
+            return
         self._slots.publish(choice)
         if delta is not None:
             if handle.first_token_at is None:
@@ -420,6 +447,21 @@ class EngineCore:
         else:
             self._queue.remove(choice)
 
+    def _fail(self, handle: RequestHandle, error: Exception) -> None:
+        """An error of the request's own ends it."""
+        handle.error = error
+        for choice in handle.choices:
+            self._drop(choice)
+        self._forget(handle)
+        self._finished["error"] += len(handle.choices)
+        if handle.on_error is not None:
+            handle.on_error(error)
+
+    def _forget(self, handle: RequestHandle) -> None:
+        del self._handles[handle.request_id]
+        for choice in handle.choices:
+            del self._handle_of[choice.choice_id]
+
     def _end(self, handle: RequestHandle, choice: Choice) -> None:
         """A choice is finished; with the last one of a request the result goes out."""
         self._drop(choice)
@@ -427,6 +469,7 @@ class EngineCore:
         if handle.num_open > 0:
             return
         now, started_at, first_token_at = self._clock(), handle.started_at, handle.first_token_at
+        prompt_logprobs = handle.choices[0].prompt_logprobs
         handle.result = RequestResult(
             request_id=handle.request_id,
             completions=tuple(choice.completion() for choice in handle.choices),
@@ -436,10 +479,10 @@ class EngineCore:
             first_token_seconds=None if first_token_at is None else first_token_at - handle.submitted_at,
             seconds=now - handle.submitted_at,
             preemptions=sum(choice.preemptions for choice in handle.choices),
+            prompt_logprobs=None if prompt_logprobs is None else tuple(prompt_logprobs),
         )
-        del self._handles[handle.request_id]
+        self._forget(handle)
         for choice in handle.choices:
-            del self._handle_of[choice.choice_id]
             self._finished[str(choice.finish_reason)] += 1
         if handle.on_result is not None:
             handle.on_result(handle.result)

@@ -17,6 +17,7 @@ from typing import Self
 from dspark.decoding import SamplingSettings
 from dspark.drafters.protocol import Drafter
 from dspark.engine.core import EngineCore, EngineSettings, RequestHandle
+from dspark.engine.grammar import Grammar, GrammarCompiler
 from dspark.engine.queue import QueueFull
 from dspark.engine.request import Delta, Request, RequestResult, token_ids
 from dspark.engine.statistics import EngineStatistics
@@ -31,7 +32,7 @@ _WAIT_SECONDS = 0.01
 
 
 class EngineError(RuntimeError):
-    """A request was lost to an error inside the engine, or the engine has ended. The cause is ``__cause__``."""
+    """A request was lost to an error, of its own or inside the engine, or the engine has ended: see ``__cause__``."""
 
 
 class Generation:
@@ -192,6 +193,7 @@ class Engine:
             settings=settings,
             on_step=on_step,
         )
+        self._grammars = GrammarCompiler(target.tokenizer, target.model.config.vocab_size, target.stop_token_ids)
         self._wake = threading.Condition()
         self._commands: deque[Callable[[], None]] = deque()
         self._submitted = 0  # accepted, and not in the core yet
@@ -249,6 +251,11 @@ class Engine:
         """Memory, concurrency, limits."""
         return self._core.settings
 
+    @property
+    def grammars(self) -> GrammarCompiler:
+        """Compiles what answers shall keep to, for ``grammar`` of requests to this engine."""
+        return self._grammars
+
     def submit(
         self,
         *,
@@ -261,6 +268,8 @@ class Engine:
         stop_token_ids: frozenset[int] | None = None,
         n: int = 1,
         logprobs: int | None = None,
+        prompt_logprobs: int | None = None,
+        grammar: Grammar | None = None,
         max_draft_tokens: int | None = None,
         policy: str | None = None,
         user: str = "",
@@ -291,6 +300,8 @@ class Engine:
             stop_strings=_stop_strings(stop),
             n=n,
             logprobs=logprobs,
+            prompt_logprobs=prompt_logprobs,
+            grammar=grammar,
             max_draft_tokens=max_draft_tokens,
             policy=policy,
             user=user,
@@ -422,8 +433,8 @@ class Engine:
             try:
                 for _ in range(num_commands):
                     self._commands.popleft()()
-                self._core.step()
-                errors_in_a_row = 0
+                if self._core.step():
+                    errors_in_a_row = 0
             except Exception as error:
                 errors_in_a_row += 1
                 if errors_in_a_row == _ERRORS_IN_A_ROW:
@@ -438,6 +449,7 @@ class Engine:
                 generation.request,
                 on_delta=generation._add,
                 on_result=lambda result: self._finish(generation, result),
+                on_error=lambda error: self._fail(generation, error),
                 is_accepted=True,
             )
         except Exception as error:
@@ -452,6 +464,11 @@ class Engine:
     def _finish(self, generation: Generation, result: RequestResult) -> None:
         del self._generations[result.request_id]
         generation._end(result)
+
+    def _fail(self, generation: Generation, error: Exception) -> None:
+        assert generation._handle is not None, "it runs"
+        del self._generations[generation._handle.request_id]
+        generation._end(error)
 
     def _core_cancel(self, generation: Generation) -> None:
         if generation._handle is not None:

@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any, Literal, SupportsIndex
 
 from dspark.decoding import SamplingSettings
+from dspark.engine.grammar import Grammar
 from dspark.scheduling import parse_own_policy
 
 FinishReason = Literal["stop", "length", "cancelled"]
@@ -26,7 +27,9 @@ class Request:
         stop_strings: texts that end a choice and are not shown; they need a tokenizer.
         n: choices.
         logprobs: None for none, 0 for the log-probability of each token, k for the k most likely tokens besides. They
-            are the target's own, before temperature, penalties and truncation.
+            are the target's own, before temperature, penalties, truncation and grammar.
+        prompt_logprobs: the same for the prompt's tokens but the first. Nothing computed before is then reused.
+        grammar: what the answer may be. The target's stop tokens end it, also where ``stop_token_ids`` has others.
         max_draft_tokens: draft tokens of a round at most; None for the drafter's block, 0 for no speculation.
         policy: what this request's drafts go by, in place of the engine's policy: ``off``, ``fixed:K`` or
             ``threshold:C``.
@@ -45,6 +48,8 @@ class Request:
     stop_strings: tuple[str, ...] = ()
     n: int = 1
     logprobs: int | None = None
+    prompt_logprobs: int | None = None
+    grammar: Grammar | None = None
     max_draft_tokens: int | None = None
     policy: str | None = None
     user: str = ""
@@ -59,9 +64,11 @@ class Request:
             raise ValueError(f"sampling is {self.sampling!r}; give SamplingSettings")
         check_whole_number("max_tokens", self.max_tokens, least=1)
         check_whole_number("n", self.n, least=1)
-        for name in ("logprobs", "max_draft_tokens"):
+        for name in ("logprobs", "prompt_logprobs", "max_draft_tokens"):
             if getattr(self, name) is not None:
                 check_whole_number(name, getattr(self, name), least=0)
+        if self.grammar is not None and not isinstance(self.grammar, Grammar):
+            raise ValueError(f"grammar is {self.grammar!r}; give one that a GrammarCompiler made (Engine.grammars)")
         if not isinstance(self.stop_token_ids, Set) or not all(isinstance(token, int) for token in self.stop_token_ids):
             raise ValueError("stop_token_ids must be a set of token ids")
         if not isinstance(self.stop_strings, tuple) or not all(
@@ -168,6 +175,7 @@ class RequestResult:
         first_token_seconds: from submission to the first token; None if there was none.
         seconds: from submission to the end.
         preemptions: times that a choice lost its memory to older requests and was computed again.
+        prompt_logprobs: of the prompt's tokens from the second on, if asked for; fewer if it was cancelled before.
     """
 
     request_id: int
@@ -178,6 +186,7 @@ class RequestResult:
     first_token_seconds: float | None
     seconds: float
     preemptions: int
+    prompt_logprobs: tuple[TokenLogprob, ...] | None = None
 
     def to_json(self) -> dict[str, Any]:
         """All fields, ready for ``json.dumps``."""

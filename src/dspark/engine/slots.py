@@ -78,7 +78,8 @@ class Slots:
         """
         if not self._free_slots:
             return None
-        reused = self.memory.admit(choice.choice_id, choice.tokens, namespace=choice.request.prefix_namespace)
+        known = () if choice.wants_prompt_logprobs else choice.tokens  # these need a pass over the whole prompt
+        reused = self.memory.admit(choice.choice_id, known, namespace=choice.request.prefix_namespace)
         has_room = self.memory.grow(choice.choice_id, len(choice.tokens) + self._margin)
         if not has_room or self.memory.num_free_blocks < len(self.running):
             self.memory.release(choice.choice_id)

@@ -66,7 +66,7 @@ class EngineStatistics:
 
     Attributes:
         waiting, running: choices (a request's further choices count from when its prompt is computed).
-        finished: choices by finish reason, since the start.
+        finished: choices by finish reason since the start; those of a request that its own error ended by ``error``.
         memory: blocks of keys and values, and prompt tokens found there.
         steps: sums over all steps.
         cost: of a step, as corrected so far; None if it is not known.

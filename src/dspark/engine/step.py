@@ -15,8 +15,10 @@ import torch
 
 from dspark.drafters.cache import DrafterCache
 from dspark.drafters.protocol import DraftBlock, Drafter
-from dspark.engine.batch_sampling import VerifyRow, draft_sampler, token_logprobs, verify_rows
+from dspark.engine.batch_sampling import VerifyRow, draft_sampler, verify_rows
 from dspark.engine.choice import Choice
+from dspark.engine.grammar_masks import GrammarMasks
+from dspark.engine.logprobs import add_prompt_logprobs, logprobs_of
 from dspark.engine.request import Delta, TokenLogprob
 from dspark.models.target import Target, TargetCache
 from dspark.scheduling import (
@@ -73,11 +75,15 @@ _NO_DRAFT = _Draft(tokens=[], probs_GD=None)
 
 @dataclass(frozen=True, kw_only=True)
 class _Outcome:
-    """What a row was given: the draft tokens that were accepted, and one of the target's own."""
+    """What a row was given: the draft tokens that were accepted, and one of the target's own.
+
+    With ``is_dead_end`` it cannot go on behind them: its grammar and its bans together leave no token.
+    """
 
     tokens: list[int]
     num_accepted: int
     logprobs: list[TokenLogprob] | None
+    is_dead_end: bool
 
 
 class Stepper:
@@ -105,6 +111,7 @@ class Stepper:
         self._target_cache = target_cache
         self._drafter_cache = drafter_cache
         self._clock = clock
+        self._masks = GrammarMasks(target.config.vocab_size)
         self._history = History()
         self._step = 0
         self.policy = policy
@@ -116,7 +123,8 @@ class Stepper:
         The caches then hold every known token of a choice but its last.
 
         Returns:
-            What the step was, and what each row got of it, decoding rows first; None where a prompt goes on.
+            What the step was, and what each row got of it, decoding rows first; None where a prompt goes on, or where
+            something of the choice's own went wrong (``Choice.error``).
         """
         rows = [*decoding, *chunks]
         began = self._clock()
@@ -222,6 +230,10 @@ class Stepper:
         output = self._target.forward(tokens_N, segments, self._target_cache, tap_layers)
         if self._drafter is not None and self._drafter_cache is not None and output.taps_NT is not None:
             self._drafter.extend(self._drafter_cache, segments, tokens_N, output.taps_NT)
+        hidden_of_rows = output.hidden_NH.split([segment.length for segment in segments])
+        for row, hidden_LH in zip(rows, hidden_of_rows, strict=True):
+            if row.choice.wants_prompt_logprobs:
+                add_prompt_logprobs(row.choice, row.start, hidden_LH, self._target)
         if not logit_rows:
             return None
         return self._target.logits(output.hidden_NH[torch.tensor(logit_rows, device=self._target.device)])
@@ -242,12 +254,21 @@ class Stepper:
             )
             for index in sampled
         ]
+        masked_MV, empty_rows = self._masks.apply(
+            [rows[index].choice for index in sampled], [row.draft_tokens for row in verify], logits_MV
+        )
         first = 0
-        for index, acceptance in zip(sampled, verify_rows(verify, logits_MV), strict=True):
+        for index, acceptance in zip(sampled, verify_rows(verify, masked_MV), strict=True):
+            choice = rows[index].choice
             tokens = [*verified[index].tokens[: acceptance.num_accepted], acceptance.next_token]
-            top = rows[index].choice.request.logprobs
-            logprobs = None if top is None else _logprobs(logits_MV[first : first + len(tokens)], tokens, top)
-            outcomes[index] = _Outcome(tokens=tokens, num_accepted=acceptance.num_accepted, logprobs=logprobs)
+            empty_row = empty_rows.get(choice.choice_id, len(tokens))
+            is_dead_end = empty_row < len(tokens)
+            tokens = tokens[:empty_row]
+            top = choice.request.logprobs
+            logprobs = None if top is None else logprobs_of(logits_MV[first : first + len(tokens)], tokens, top)
+            outcomes[index] = _Outcome(
+                tokens=tokens, num_accepted=acceptance.num_accepted, logprobs=logprobs, is_dead_end=is_dead_end
+            )
             first += 1 + len(verified[index].tokens)
         return outcomes
 
@@ -268,7 +289,14 @@ class Stepper:
             if outcome is None:
                 deltas.append(None)
                 continue
-            delta = row.choice.append(outcome.tokens, outcome.logprobs)
+            try:
+                delta = row.choice.append(outcome.tokens, outcome.logprobs)
+                if outcome.is_dead_end and delta.finish_reason is None:
+                    raise ValueError("grammar and logit_bias together allow no token here")
+            except Exception as error:  # of its own: the others of the batch know nothing of it
+                row.choice.error = error
+                deltas.append(None)
+                continue
             if index < plan.batch.num_requests and row.start > 0:  # a prompt of one token has its own pass here
                 row.choice.rounds.add(
                     drafted=int(plan.draft_lengths_R[index]),
@@ -293,13 +321,3 @@ def _confidences(
     confidences_RG = np.zeros((num_rows, length))
     confidences_RG[list(drafting)] = 0.5 + 0.5 * np.tanh(0.5 * scaled_RG)  # the logistic function, without overflow
     return confidences_RG
-
-
-def _logprobs(logits_MV: torch.Tensor, token_ids: Sequence[int], top: int) -> list[TokenLogprob]:
-    ids_M = torch.tensor(token_ids, device=logits_MV.device)
-    chosen_M, top_ids_MK, top_values_MK = token_logprobs(logits_MV, ids_M, top)
-    tops = zip(top_ids_MK.tolist(), top_values_MK.tolist(), strict=True)
-    return [
-        TokenLogprob(token_id=token, logprob=value, top=tuple(zip(ids, values, strict=True)))
-        for token, value, (ids, values) in zip(token_ids, chosen_M.tolist(), tops, strict=True)
-    ]

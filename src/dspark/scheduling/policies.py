@@ -58,6 +58,8 @@ yet; it does not pay but is tried again; it does not pay; no request can use a d
 
 Stop = Callable[[FloatArray], int]
 
+_LONGEST = 2**31 - 1
+
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class StepPlan:
@@ -137,8 +139,8 @@ class Fixed:
     length: int
 
     def __post_init__(self) -> None:
-        if self.length < 0:
-            raise ValueError(f"length of policy fixed must not be negative, got {self.length}")
+        if not 0 <= self.length <= _LONGEST:
+            raise ValueError(f"length of policy fixed must be 0 to {_LONGEST}, got {self.length}")
 
     @property
     def name(self) -> str:
