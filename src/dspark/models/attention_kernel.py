@@ -13,19 +13,19 @@ the scale: never on what else is computed with it, on where its blocks lie, or o
 from __future__ import annotations
 
 import math
-import os
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from functools import lru_cache
 from typing import Any
 
 import numpy as np
 import torch
-from numba import njit
+from numba import cfunc, types
 from numba.np.numpy_support import carray
 
 from dspark.models.block_tables import BLOCK_SIZE
-from dspark.models.vector_intrinsics import fused_multiply_add, largest_of, multiply_add, pointer, prefetch, transpose
+from dspark.models.row_kernels import exp2
+from dspark.models.threads import run_together
+from dspark.models.vector_intrinsics import largest_of, multiply_add, pointer, prefetch, transpose
 
 _TILE = 4 * BLOCK_SIZE
 _QUERIES = 16  # neighbouring queries of a slot that share a tile's transposed keys
@@ -33,7 +33,6 @@ _STEPS = 8  # links of a chain between a load and a store of its sum
 _WIDTH = 32  # chains side by side: two registers of 512 bits, four of 256
 _PART_WORK = 2**20  # pairs of query and key, times dimensions: some 75 microseconds, worth being handed to a thread
 _DTYPES = (torch.float32, torch.float32, torch.float32, torch.int32, torch.int64, torch.int64)
-_EXP2 = tuple(math.log(2.0) ** k / math.factorial(k) for k in range(8))
 
 
 def is_available(device: torch.device, dtype: torch.dtype) -> bool:
@@ -83,10 +82,10 @@ def attend_rows(
         or not num_queries == len(slots_N) == len(visible_N)
     ):
         raise ValueError(f"the shapes {[tuple(tensor.shape) for tensor in tensors]} do not go together")
-    kernel = _kernel(head_dim, num_heads // num_kv_heads)
+    kernel = attention_kernel(head_dim, num_heads // num_kv_heads).ctypes
     addresses = [tensor.data_ptr() for tensor in (*tensors, out_NhD)]
     shape = (num_queries, num_kv_heads, num_rows, *tables_SB.shape)
-    exponent_scale = np.float32(scale * math.log2(math.e))
+    exponent_scale = scale * math.log2(math.e)
     arguments = (*addresses, *shape, exponent_scale, 2**62 if window is None else window, first)
     threads = torch.get_num_threads()
     work = int(visible_N.sum()) * num_heads * head_dim if threads > 1 else 0
@@ -97,23 +96,6 @@ def attend_rows(
     return out_NhD
 
 
-@njit(inline="always")  # type: ignore[untyped-decorator]
-def _exp2(x: Any) -> Any:
-    """2 to the power of x <= 0, to about 1e-7 of its value; 0 where that is below 2**-126."""
-    shifted = np.float32(x + np.float32(1.5 * 2**23))  # rounds to a whole number, which is left in the lowest bits
-    r = x - (shifted - np.float32(1.5 * 2**23))
-    y = np.float32(_EXP2[7])
-    y = fused_multiply_add(y, r, np.float32(_EXP2[6]))
-    y = fused_multiply_add(y, r, np.float32(_EXP2[5]))
-    y = fused_multiply_add(y, r, np.float32(_EXP2[4]))
-    y = fused_multiply_add(y, r, np.float32(_EXP2[3]))
-    y = fused_multiply_add(y, r, np.float32(_EXP2[2]))
-    y = fused_multiply_add(y, r, np.float32(_EXP2[1]))
-    y = fused_multiply_add(y, r, np.float32(_EXP2[0]))
-    power = np.int32((shifted.view(np.int32) + 127) << 23).view(np.float32)
-    return np.float32(0.0) if x < np.float32(-126.0) else y * power
-
-
 def _in_parts(kernel: Callable[..., bool], arguments: Sequence[Any], threads: int, parts: int) -> bool:
     if parts <= 1:
         return kernel(*arguments, 0, 1)
@@ -122,22 +104,12 @@ def _in_parts(kernel: Callable[..., bool], arguments: Sequence[Any], threads: in
     def take() -> bool:
         return all(kernel(*arguments, part, parts) for part in left)
 
-    helpers = [_threads(os.getpid()).submit(take) for _ in range(threads - 1)]
-    try:
-        understood = take()
-    finally:  # none may outlive the call, and with it the memory
-        others = [helper.result() for helper in helpers if not helper.cancel()]
-    return understood and all(others)
-
-
-@lru_cache(maxsize=1)
-def _threads(process_id: int) -> ThreadPoolExecutor:  # a forked process has none of its parent's
-    return ThreadPoolExecutor(thread_name_prefix="attention")
+    return run_together(take, threads)
 
 
 @lru_cache
-def _kernel(D: int, group: int) -> Callable[..., bool]:
-    """The kernel for heads of D dimensions and ``group`` query heads a key head."""
+def attention_kernel(D: int, group: int) -> Any:
+    """The kernel for heads of D dimensions and ``group`` query heads a key head, as a C function."""
     heads = max(n for n in range(1, 8) if group % n == 0)  # query heads that are computed side by side
     width = max(n for n in (8, 16, _WIDTH) if D % n == 0)
     number = 4  # bytes
@@ -235,14 +207,14 @@ def _kernel(D: int, group: int) -> Callable[..., bool]:
                                         weights[i, j] = weights[i, j] if first <= j < last else -np.inf
                                 highest = max(largest[n, h], largest_of(_TILE, weights_at + i * column))
                                 if highest > largest[n, h]:
-                                    shrink = _exp2(largest[n, h] - highest)
+                                    shrink = exp2(largest[n, h] - highest)
                                     for d in range(D):
                                         mixed[n, h, d] *= shrink
                                     for j in range(BLOCK_SIZE):
                                         weight_sums[n, h, j] *= shrink
                                     largest[n, h] = highest
                                 for j in range(_TILE):
-                                    weights[i, j] = _exp2(weights[i, j] - highest)
+                                    weights[i, j] = exp2(weights[i, j] - highest)
                                 for j0 in range(0, _TILE, BLOCK_SIZE):
                                     for j in range(BLOCK_SIZE):
                                         weight_sums[n, h, j] += weights[i, j0 + j]
@@ -274,9 +246,9 @@ def _kernel(D: int, group: int) -> Callable[..., bool]:
             begin = end
         return True
 
-    compiled: Callable[..., bool]
+    number_types = [types.int64] * 12 + [types.float32] + [types.int64] * 4
+    signature = types.boolean(*number_types)
     try:  # remembered beside this file or in the user's cache directory
-        compiled = njit(cache=True, nogil=True, error_model="numpy")(attend)
+        return cfunc(signature, cache=True, error_model="numpy")(attend)
     except RuntimeError:  # neither can be written: each process compiles anew
-        compiled = njit(nogil=True, error_model="numpy")(attend)
-    return compiled
+        return cfunc(signature, error_model="numpy")(attend)

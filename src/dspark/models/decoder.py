@@ -11,7 +11,10 @@ from torch.nn import functional
 from dspark.models.attention import AttentionPlan, attend
 from dspark.models.block_tables import BlockTables
 from dspark.models.config import DecoderConfig
+from dspark.models.decoder_kernel import DecoderKernel
 from dspark.models.fingerprint import Fingerprint
+from dspark.models.int8_intrinsics import has_dot_products
+from dspark.models.int8_linear import GroupedInt8Linear
 from dspark.models.kv_cache import KVCache
 from dspark.models.linear import FloatLinear, Int8Linear, Linear
 from dspark.models.rope import RopeTable, rotate
@@ -69,6 +72,7 @@ class Decoder:
         self._quantised = compute_dtype == "int8"
         if self._quantised and self._device.type != "cpu":
             raise ValueError(f"dtype int8 runs on the CPU only, not on {device}; use bfloat16 there")
+        self._is_compiled = self._quantised and has_dot_products()
         self._dtype = torch.bfloat16 if compute_dtype == "bfloat16" else torch.float32
         self.compute_dtype = compute_dtype
         reader = _WeightReader(weights, self._dtype, self._device)
@@ -87,6 +91,9 @@ class Decoder:
         self._activation = _ACTIVATIONS[c.activation]
         self._rope = RopeTable(c.rope, self._dtype, self._device)
         self._sliding_rope = RopeTable(c.sliding_rope, self._dtype, self._device) if c.sliding_rope else self._rope
+        self._kernel: DecoderKernel | None = None
+        if self._is_compiled and c.head_dim % 8 == 0:
+            self._kernel = DecoderKernel(c, self._layers, self._final_norm_H)
 
     @property
     def config(self) -> DecoderConfig:
@@ -167,6 +174,8 @@ class Decoder:
             sliding_rope = self._sliding_rope.lookup(places.positions_N, places.last_position)
 
         x_NH = self.embed(token_ids_N)
+        if self._kernel is not None:
+            return TargetOutput(*self._kernel(x_NH, rope, sliding_rope, plan, cache, tap_layers))
         taps: dict[int, torch.Tensor] = {}
         for index, layer in enumerate(self._layers):
             layer_rope = sliding_rope if layer.is_sliding else rope
@@ -217,7 +226,8 @@ class Decoder:
         return functional.rms_norm(x_NH, (x_NH.shape[-1],), weight_H, self._config.norm_eps)
 
     def _linear(self, weight_OI: torch.Tensor, bias_O: torch.Tensor | None) -> Linear:
-        return Int8Linear(weight_OI, bias_O) if self._quantised else FloatLinear(weight_OI, bias_O)
+        kind = FloatLinear if not self._quantised else GroupedInt8Linear if self._is_compiled else Int8Linear
+        return kind(weight_OI, bias_O)
 
     def _read_norm(self, reader: _WeightReader, name: str, size: int) -> torch.Tensor:
         weight = reader.take(name, (size,))

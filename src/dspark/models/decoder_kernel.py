@@ -1,0 +1,277 @@
+"""All layers of an int8 decoder as one call of compiled code, which threads share.
+
+A pass is a row of phases: a step on every row (norms, rotation, quantisation), or a linear layer, or attention. Threads
+take pieces of a phase as they get to them and meet at its end, so none is waited for that does not get a core. Each
+row's numbers are computed in an order of their own, so they depend neither on the rows beside it nor on threads.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from numba import njit
+from numba.np.numpy_support import carray
+
+from dspark.models.attention import AttentionPlan
+from dspark.models.attention_kernel import attention_kernel
+from dspark.models.config import DecoderConfig
+from dspark.models.int8_intrinsics import GROUP, call_attention
+from dspark.models.int8_linear import COUNTER_BYTES, GroupedInt8Linear, compiled, finish, multiply, quantise, take, wait
+from dspark.models.kv_cache import KVCache
+from dspark.models.row_kernels import activate_row, add_row, copy_row, norm_row, rotate_head
+from dspark.models.threads import run_together
+from dspark.models.vector_intrinsics import pointer
+
+_PARTS = 4  # of attention, for each thread
+_PHASES = 10  # of a layer
+_WHOLE = 2**62  # a window that sees everything
+# The columns of a layer's row in the table of addresses; 0 for what it does not have.
+(
+    _ATTENTION_NORM, _QKV, _QKV_BIAS, _QK_NORM, _OUTPUT, _OUTPUT_BIAS, _POST_ATTENTION_NORM, _MLP_NORM, _GATE_UP,
+    _GATE_UP_BIAS, _DOWN, _DOWN_BIAS, _POST_MLP_NORM, _IS_SLIDING,
+) = range(14)  # fmt: skip
+
+
+class Int8Layer(Protocol):
+    """What the compiled pass reads of a decoder layer."""
+
+    attention_norm_H: torch.Tensor
+    qkv: Any
+    qk_norm_hD: torch.Tensor | None
+    output: Any
+    post_attention_norm_H: torch.Tensor | None
+    mlp_norm_H: torch.Tensor
+    gate_up: Any
+    down: Any
+    post_mlp_norm_H: torch.Tensor | None
+    is_sliding: bool
+
+
+class DecoderKernel:
+    """Runs the layers of a decoder whose linear layers are :class:`GroupedInt8Linear`, in float32 between them."""
+
+    def __init__(self, config: DecoderConfig, layers: Sequence[Int8Layer], final_norm_H: torch.Tensor) -> None:
+        self._config = config
+        self._held = (list(layers), final_norm_H)  # their memory must outlive the addresses
+        self._table = np.array([_addresses(layer) for layer in layers], dtype=np.int64)
+        linears = (layers[0].qkv, layers[0].output, layers[0].gate_up, layers[0].down)
+        self._widths = tuple(linear.padded_out for linear in linears)
+        self._groups = max(linear.packed.shape[1] for linear in linears)
+        self._attention = attention_kernel(config.head_dim, config.num_heads // config.num_kv_heads)
+        self._kernel = compiled(_decode)
+
+    def __call__(
+        self,
+        x_NH: torch.Tensor,
+        rope: tuple[torch.Tensor, torch.Tensor],
+        sliding_rope: tuple[torch.Tensor, torch.Tensor],
+        plan: AttentionPlan,
+        cache: KVCache,
+        tap_layers: Sequence[int],
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Run all layers on embedded tokens; the normed hidden states and the taps side by side.
+
+        Args:
+            x_NH: float32, is written to.
+            rope, sliding_rope: float32 ``[N, 1, D]`` as :meth:`~dspark.models.rope.RopeTable.lookup` returns them.
+        """
+        c = self._config
+        rows, hidden = x_NH.shape
+        layers = sorted(set(tap_layers))
+        taps_NT = torch.empty(rows, hidden * len(layers))
+        tap_columns = np.full(c.num_layers, -1, dtype=np.int64)
+        tap_columns[layers] = np.arange(len(layers)) * hidden
+        out_NH = torch.empty(rows, hidden)
+        heads_size = c.num_heads * c.head_dim
+        sizes = (rows * max(self._widths), rows * hidden, rows * heads_size, rows * heads_size)
+        scratch = torch.empty(sum(sizes) + rows * self._groups * (GROUP // 4 + 2))
+        places = np.cumsum((0, *sizes)) * 4 + scratch.data_ptr()
+        counters = np.zeros((c.num_layers * _PHASES + 1) * COUNTER_BYTES + 64, np.uint8)
+        token_rows = plan.places.rows
+        if isinstance(token_rows, slice):
+            token_rows = torch.arange(token_rows.start, token_rows.stop)
+        tables = plan.tables.tables_SB
+        threads = torch.get_num_threads()
+        arguments = (
+            self._table.ctypes.data, c.num_layers, hidden, c.intermediate_size, c.num_heads, c.num_kv_heads, c.head_dim,
+            np.float32(c.norm_eps), c.activation == "gelu_tanh", *self._widths, self._held[1].data_ptr(),
+            x_NH.data_ptr(), rows, *places.tolist(), out_NH.data_ptr(),
+            taps_NT.data_ptr(), hidden * len(layers), tap_columns.ctypes.data,
+            *(table.data_ptr() for table in (*rope, *sliding_rope)),
+            cache.keys.data_ptr(), cache.values.data_ptr(), cache.keys.shape[2], token_rows.data_ptr(),
+            self._attention.address, tables.data_ptr(), *tables.shape, plan.places.slots_N.data_ptr(),
+            plan.visible_N.data_ptr(), np.float32(c.query_scale * math.log2(math.e)), plan.window or _WHOLE, plan.first,
+            min(rows * c.num_kv_heads, _PARTS * threads if threads > 1 else 1),
+            (counters.ctypes.data + 63) // 64 * 64,
+        )  # fmt: skip
+        if not run_together(lambda: self._kernel(*arguments), threads):
+            raise ValueError("a slot, position or block of the pass is outside the tables or the cache")
+        if not tap_layers:
+            return out_NH, None
+        if list(tap_layers) != layers:
+            order = [layers.index(layer) for layer in tap_layers]
+            taps_NT = taps_NT.view(rows, -1, hidden)[:, order].flatten(1)
+        return out_NH, taps_NT
+
+
+def _addresses(layer: Int8Layer) -> list[int]:
+    def address(tensor: torch.Tensor | None) -> int:
+        return 0 if tensor is None else tensor.data_ptr()
+
+    def linear(linear: GroupedInt8Linear) -> tuple[int, int]:
+        return address(linear.packed), address(linear.bias)
+
+    return [
+        address(layer.attention_norm_H), *linear(layer.qkv), address(layer.qk_norm_hD), *linear(layer.output),
+        address(layer.post_attention_norm_H), address(layer.mlp_norm_H), *linear(layer.gate_up), *linear(layer.down),
+        address(layer.post_mlp_norm_H), int(layer.is_sliding),
+    ]  # fmt: skip
+
+
+@njit(error_model="numpy")  # type: ignore[untyped-decorator]
+def _add_and_norm(
+    x_at: int, rows: int, size: int, y_at: int, width: int, post_norm_at: int, tap_at: int, tap_step: int, norm_at: int,
+    eps: Any, out_at: int, q_at: int, counters_at: int,
+) -> Any:  # fmt: skip
+    """One phase: add what a sublayer gave to the residual stream and norm the sum for the next sublayer.
+
+    Args:
+        y_at: float32 rows of ``width``, normed first if there is a ``post_norm_at``; 0: there is nothing to add.
+        tap_at: where the sum is kept too, in rows of ``tap_step`` bytes; or 0.
+        q_at: where the normed rows are quantised to; or 0.
+    """
+    while True:
+        row = take(counters_at)
+        if row >= rows:
+            break
+        x_row_at, y_row_at, out_row_at = x_at + row * size * 4, y_at + row * width * 4, out_at + row * size * 4
+        if y_at != 0:
+            if post_norm_at != 0:
+                norm_row(y_row_at, y_row_at, post_norm_at, size, eps)
+            add_row(x_row_at, y_row_at, size)
+        if tap_at != 0:
+            copy_row(x_row_at, tap_at + row * tap_step, size)
+        norm_row(x_row_at, out_row_at, norm_at, size, eps)
+        if q_at != 0:
+            quantise(out_row_at, row, rows, size, q_at)
+        finish(counters_at, 1)
+    return wait(counters_at, rows)
+
+
+@njit(error_model="numpy")  # type: ignore[untyped-decorator]
+def _place_heads(
+    y_at: int, rows: int, width: int, heads: int, kv_heads: int, head_dim: int, qk_norm_at: int, eps: Any, cos_at: int,
+    sin_at: int, q_at: int, keys_at: int, values_at: int, num_rows: int, token_rows_at: int, counters_at: int,
+) -> Any:  # fmt: skip
+    """One phase: norm and rotate queries and keys; keys and values go to their rows of the cache."""
+    token_rows = carray(pointer(token_rows_at), rows, np.int64)
+    step = head_dim * 4
+    while True:
+        row = take(counters_at)
+        if row >= rows:
+            break
+        cos_row_at, sin_row_at = cos_at + row * step, sin_at + row * step
+        for head in range(heads + kv_heads):
+            head_at = y_at + row * width * 4 + head * step
+            if qk_norm_at != 0:
+                norm_row(head_at, head_at, qk_norm_at + head * step, head_dim, eps)
+            if head < heads:
+                target = q_at + (row * heads + head) * step
+            else:
+                target = keys_at + ((head - heads) * num_rows + token_rows[row]) * step
+            rotate_head(head_at, target, cos_row_at, sin_row_at, head_dim)
+        for head in range(kv_heads):
+            head_at = y_at + row * width * 4 + (heads + kv_heads + head) * step
+            copy_row(head_at, values_at + (head * num_rows + token_rows[row]) * step, head_dim)
+        finish(counters_at, 1)
+    return wait(counters_at, rows)
+
+
+@njit(error_model="numpy")  # type: ignore[untyped-decorator]
+def _quantise_rows(x_at: int, rows: int, size: int, q_at: int, counters_at: int) -> Any:
+    """One phase: quantise every row."""
+    while True:
+        row = take(counters_at)
+        if row >= rows:
+            break
+        quantise(x_at + row * size * 4, row, rows, size, q_at)
+        finish(counters_at, 1)
+    return wait(counters_at, rows)
+
+
+@njit(error_model="numpy")  # type: ignore[untyped-decorator]
+def _activate_rows(y_at: int, rows: int, width: int, size: int, is_gelu: bool, q_at: int, counters_at: int) -> Any:
+    """One phase: the gated activation of every row, quantised."""
+    while True:
+        row = take(counters_at)
+        if row >= rows:
+            break
+        gate_at = y_at + row * width * 4
+        activate_row(gate_at, gate_at + size * 4, size, is_gelu)
+        quantise(gate_at, row, rows, size, q_at)
+        finish(counters_at, 1)
+    return wait(counters_at, rows)
+
+
+def _decode(  # type: ignore[no-untyped-def]
+    table_at, num_layers, hidden, intermediate, heads, kv_heads, head_dim, eps, is_gelu, qkv_width, output_width,
+    gate_up_width, down_width, final_norm_at, x_at, rows, y_at, normed_at, queries_at, attended_at, q_at, out_at,
+    taps_at, taps_width, tap_columns_at, cos_at, sin_at, sliding_cos_at, sliding_sin_at, keys_at, values_at, num_rows,
+    token_rows_at, attention_at, tables_at, num_slots, num_blocks, slots_at, visible_at, scale, window, first, parts,
+    counters_at,
+):  # fmt: skip
+    table = carray(pointer(table_at), (num_layers, 14), np.int64)
+    tap_columns = carray(pointer(tap_columns_at), num_layers, np.int64)
+    hidden_groups = (hidden + GROUP - 1) // GROUP
+    heads_groups = (heads * head_dim + GROUP - 1) // GROUP
+    intermediate_groups = (intermediate + GROUP - 1) // GROUP
+    layer_bytes = kv_heads * num_rows * head_dim * 4
+    at = counters_at
+    understood = True
+    added_at, added_norm_at, tap_at = 0, 0, 0  # what the layer before leaves to be done
+    for index in range(num_layers):
+        layer = table[index]
+        layer_keys_at, layer_values_at = keys_at + index * layer_bytes, values_at + index * layer_bytes
+        is_sliding = layer[_IS_SLIDING] != 0
+        at = _add_and_norm(
+            x_at, rows, hidden, added_at, down_width, added_norm_at, tap_at, taps_width * 4, layer[_ATTENTION_NORM],
+            eps, normed_at, q_at, at,
+        )  # fmt: skip
+        at = multiply(q_at, rows, hidden_groups, layer[_QKV], layer[_QKV_BIAS], y_at, qkv_width, at)
+        at = _place_heads(
+            y_at, rows, qkv_width, heads, kv_heads, head_dim, layer[_QK_NORM], eps,
+            sliding_cos_at if is_sliding else cos_at, sliding_sin_at if is_sliding else sin_at, queries_at,
+            layer_keys_at, layer_values_at, num_rows, token_rows_at, at,
+        )  # fmt: skip
+        while True:
+            part = take(at)
+            if part >= parts:
+                break
+            numbers = (
+                queries_at, layer_keys_at, layer_values_at, tables_at, slots_at, visible_at, attended_at, rows,
+                kv_heads, num_rows, num_slots, num_blocks,
+            )  # fmt: skip
+            seen = window if is_sliding else _WHOLE
+            understood &= call_attention(attention_at, numbers, scale, (seen, first, part, parts))
+            finish(at, 1)
+        at = wait(at, parts)
+        at = _quantise_rows(attended_at, rows, heads * head_dim, q_at, at)
+        at = multiply(q_at, rows, heads_groups, layer[_OUTPUT], layer[_OUTPUT_BIAS], y_at, output_width, at)
+        at = _add_and_norm(
+            x_at, rows, hidden, y_at, output_width, layer[_POST_ATTENTION_NORM], 0, 0, layer[_MLP_NORM], eps, normed_at,
+            q_at, at,
+        )  # fmt: skip
+        at = multiply(q_at, rows, hidden_groups, layer[_GATE_UP], layer[_GATE_UP_BIAS], y_at, gate_up_width, at)
+        at = _activate_rows(y_at, rows, gate_up_width, intermediate, is_gelu, q_at, at)
+        at = multiply(q_at, rows, intermediate_groups, layer[_DOWN], layer[_DOWN_BIAS], y_at, down_width, at)
+        added_at, added_norm_at = y_at, layer[_POST_MLP_NORM]
+        tap_at = taps_at + tap_columns[index] * 4 if tap_columns[index] >= 0 else 0
+    at = _add_and_norm(
+        x_at, rows, hidden, added_at, down_width, added_norm_at, tap_at, taps_width * 4, final_norm_at, eps, out_at, 0,
+        at,
+    )  # fmt: skip
+    return understood

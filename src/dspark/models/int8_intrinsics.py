@@ -1,0 +1,189 @@
+"""Vector code of int8 products, and what threads need to share work: what numba has no words for."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from llvmlite import binding, ir
+from numba import types
+from numba.core import cgutils
+from numba.extending import intrinsic
+
+GROUP = 32
+"""Inputs that share a scale."""
+LANES = 16
+VECTORS = 3
+COLUMNS = LANES * VECTORS
+"""Outputs that are computed side by side."""
+GROUP_BYTES = COLUMNS * GROUP + COLUMNS * 2
+"""Bytes of a group's weights and their scales (bfloat16), for ``COLUMNS`` outputs."""
+
+_INT = ir.IntType(32)
+_LONG = ir.IntType(64)
+_INTS = ir.VectorType(_INT, LANES)
+_FLOATS = ir.VectorType(ir.FloatType(), LANES)
+_HALVES = ir.VectorType(ir.IntType(16), LANES)
+
+
+def has_dot_products() -> bool:
+    """Whether this processor multiplies and sums 8-bit numbers in one instruction (AVX512-VNNI)."""
+    features = binding.get_host_cpu_features()
+    return bool(features.get("avx512vnni") and features.get("avx512bw"))
+
+
+def _load(builder: Any, address: Any, offset: int, kind: Any, align: int = 4) -> Any:
+    place = builder.inttoptr(builder.add(address, _LONG(offset)), kind.as_pointer())
+    return builder.load(place, align=align, typ=kind)
+
+
+def _spread(builder: Any, number: Any, kind: Any) -> Any:
+    vector = builder.insert_element(ir.Constant(kind, ir.Undefined), number, _INT(0))
+    return builder.shuffle_vector(vector, vector, ir.Constant(_INTS, [0] * LANES))
+
+
+@intrinsic(prefer_literal=True)  # type: ignore[untyped-decorator]
+def dot_products(
+    typing: Any, rows: Any, x: Any, x_step: Any, scales: Any, sums: Any, scales_step: Any, groups: Any, weights: Any,
+    bias: Any, out: Any, out_step: Any,
+) -> Any:  # fmt: skip
+    """``out[r, c] = bias[c] + sum over g of scales[r, g] * weight_scales[g, c] * (x[r, g] . weights[g, c])``.
+
+    For r < rows and c < ``COLUMNS``. Products of a group are exact; groups are added in their order. All matrices are
+    given by the address of their first element and the bytes from a row to the next.
+
+    Args:
+        x: int8 ``[rows, groups * GROUP]``.
+        scales, sums: float32 and int32 ``[rows, groups]``; ``sums`` is -128 times the sum of a group of ``x``.
+        weights: for each group ``GROUP_BYTES``: numbers + 128 as bytes ``[GROUP / 4, COLUMNS, 4]``, and their scales.
+        bias: float32 ``[COLUMNS]``.
+    """
+    num_rows = rows.literal_value
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        x, x_step, scales, sums, scales_step, groups, weights, bias, out, out_step = arguments[1:]
+        module = builder.module
+        dot = cgutils.get_or_insert_function(
+            module, ir.FunctionType(_INTS, [_INTS] * 3), "llvm.x86.avx512.vpdpbusd.512"
+        )
+        fma = cgutils.get_or_insert_function(module, ir.FunctionType(_FLOATS, [_FLOATS] * 3), "llvm.fma.v16f32")
+        cells = [(r, c) for r in range(num_rows) for c in range(VECTORS)]
+
+        def row(base: Any, step: Any, r: int) -> Any:
+            return builder.add(base, builder.mul(step, _LONG(r)))
+
+        x_rows = [row(x, x_step, r) for r in range(num_rows)]
+        scale_rows = [row(scales, scales_step, r) for r in range(num_rows)]
+        sum_rows = [row(sums, scales_step, r) for r in range(num_rows)]
+        start = [_load(builder, bias, 4 * LANES * c, _FLOATS) for c in range(VECTORS)]
+        entry, loop, after = (
+            builder.block, builder.append_basic_block("group"), builder.append_basic_block("groups_done")
+        )  # fmt: skip
+        builder.branch(loop)
+
+        builder.position_at_end(loop)
+        group, place = builder.phi(_LONG), builder.phi(_LONG)
+        totals = {cell: builder.phi(_FLOATS) for cell in cells}
+        group.add_incoming(_LONG(0), entry)
+        place.add_incoming(weights, entry)
+        for (_, c), total in totals.items():
+            total.add_incoming(start[c], entry)
+        offset = builder.mul(group, _LONG(4))
+        offsets = [_load(builder, builder.add(sum_rows[r], offset), 0, _INT) for r in range(num_rows)]
+        exact = {(r, c): _spread(builder, offsets[r], _INTS) for r, c in cells}
+        begin = builder.mul(group, _LONG(GROUP))
+        for i in range(GROUP // 4):
+            columns = [_load(builder, place, (i * VECTORS + c) * 4 * LANES, _INTS) for c in range(VECTORS)]
+            for r in range(num_rows):
+                four = _spread(builder, _load(builder, builder.add(x_rows[r], begin), 4 * i, _INT), _INTS)
+                for c in range(VECTORS):
+                    exact[r, c] = builder.call(dot, [exact[r, c], columns[c], four])
+        weight_scales = []
+        for c in range(VECTORS):
+            upper = builder.zext(_load(builder, place, COLUMNS * GROUP + 2 * LANES * c, _HALVES), _INTS)
+            upper = builder.shl(upper, ir.Constant(_INTS, [16] * LANES))
+            weight_scales.append(builder.bitcast(upper, _FLOATS))
+        new = {}
+        for r in range(num_rows):
+            scale = _load(builder, builder.add(scale_rows[r], offset), 0, ir.FloatType())
+            scale = _spread(builder, scale, _FLOATS)
+            for c in range(VECTORS):
+                scaled = builder.fmul(builder.sitofp(exact[r, c], _FLOATS), weight_scales[c])
+                new[r, c] = builder.call(fma, [scaled, scale, totals[r, c]])
+        next_group = builder.add(group, _LONG(1))
+        group.add_incoming(next_group, loop)
+        place.add_incoming(builder.add(place, _LONG(GROUP_BYTES)), loop)
+        for cell, total in totals.items():
+            total.add_incoming(new[cell], loop)
+        builder.cbranch(builder.icmp_signed("<", next_group, groups), loop, after)
+
+        builder.position_at_end(after)
+        for r, c in cells:
+            target = builder.add(row(out, out_step, r), _LONG(4 * LANES * c))
+            builder.store(new[r, c], builder.inttoptr(target, _FLOATS.as_pointer()), align=4)
+        return context.get_dummy_value()
+
+    return types.void(rows, *[types.int64] * 10), generate
+
+
+@intrinsic(prefer_literal=True)  # type: ignore[untyped-decorator]
+def add_atomically(typing: Any, address: Any, number: Any) -> Any:
+    """Add to the int64 at an address, which other threads may do too; what was there before."""
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        place = builder.inttoptr(arguments[0], _LONG.as_pointer())
+        return builder.atomic_rmw("add", place, arguments[1], "acq_rel")
+
+    return types.int64(types.int64, types.int64), generate
+
+
+@intrinsic(prefer_literal=True)  # type: ignore[untyped-decorator]
+def read_atomically(typing: Any, address: Any) -> Any:
+    """The int64 at an address, and with it all that its writer had written before."""
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        return builder.load_atomic(builder.inttoptr(arguments[0], _LONG.as_pointer()), "acquire", 8)
+
+    return types.int64(types.int64), generate
+
+
+@intrinsic(prefer_literal=True)  # type: ignore[untyped-decorator]
+def pause(typing: Any) -> Any:
+    """Tell the processor that this is a loop that waits."""
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        kind = ir.FunctionType(ir.VoidType(), [])
+        builder.call(cgutils.get_or_insert_function(builder.module, kind, "llvm.x86.sse2.pause"), [])
+        return context.get_dummy_value()
+
+    return types.void(), generate
+
+
+@intrinsic(prefer_literal=True)  # type: ignore[untyped-decorator]
+def yield_core(typing: Any) -> Any:
+    """Let another thread have this core."""
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        function = cgutils.get_or_insert_function(builder.module, ir.FunctionType(_INT, []), "sched_yield")
+        builder.call(function, [])
+        return context.get_dummy_value()
+
+    return types.void(), generate
+
+
+@intrinsic(prefer_literal=True)  # type: ignore[untyped-decorator]
+def call_attention(typing: Any, function: Any, numbers: Any, scale: Any, more: Any) -> Any:
+    """Call :func:`~dspark.models.attention_kernel.attention_kernel` at an address.
+
+    Args:
+        numbers, more: tuples of its int64 arguments before and after the scale.
+    """
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        function, numbers, scale, more = arguments
+        given = [*cgutils.unpack_tuple(builder, numbers), scale, *cgutils.unpack_tuple(builder, more)]
+        kind = ir.FunctionType(ir.IntType(8), [argument.type for argument in given])
+        result = builder.call(builder.inttoptr(function, kind.as_pointer()), given)
+        return builder.icmp_signed("!=", result, ir.IntType(8)(0))
+
+    int64s = types.UniTuple(types.int64, len(numbers)), types.UniTuple(types.int64, len(more))
+    return types.boolean(types.int64, int64s[0], types.float32, int64s[1]), generate

@@ -1,0 +1,177 @@
+"""int8 products with scales for groups of inputs, compiled: weights packed for it, and the work of one linear layer."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+import torch
+from numba import njit
+
+from dspark.models.int8_intrinsics import (
+    COLUMNS,
+    GROUP,
+    GROUP_BYTES,
+    add_atomically,
+    dot_products,
+    pause,
+    read_atomically,
+    yield_core,
+)
+from dspark.models.row_kernels import quantise_row
+from dspark.models.threads import run_together
+
+_ROWS = 4  # computed side by side
+_LOOKS = 2000  # some 50 microseconds, before the core is offered to another thread
+COUNTER_BYTES = 128
+"""Of one phase's two counters, each on a line of memory of its own."""
+
+
+class GroupedInt8Linear:
+    """int8 weights and activations with one scale for every ``GROUP`` inputs, of each output and of each row.
+
+    Products within a group are exact, and groups are added in their order, so a row's result depends on that row
+    alone. float32 rows in, float32 rows out.
+
+    Attributes:
+        size_in, size_out: of the layer.
+        padded_out: columns that :func:`multiply` writes.
+        packed: bytes ``[padded_out / COLUMNS, groups, GROUP_BYTES]`` (see :func:`dot_products`).
+        bias: float32 ``[padded_out]``.
+    """
+
+    def __init__(self, weight_OI: torch.Tensor, bias_O: torch.Tensor | None) -> None:
+        self.size_out, self.size_in = weight_OI.shape
+        blocks, groups = -(-self.size_out // COLUMNS), -(-self.size_in // GROUP)
+        self.padded_out = blocks * COLUMNS
+        self.bias = torch.zeros(self.padded_out)
+        if bias_O is not None:
+            self.bias[: self.size_out] = bias_O
+        padded = torch.zeros(self.padded_out, groups * GROUP)
+        padded[: self.size_out, : self.size_in] = weight_OI
+        weight_bcgi = padded.view(blocks, COLUMNS, groups, GROUP)
+        # A scale is a bfloat16 number, not below what the largest weight needs.
+        needed = (weight_bcgi.abs().amax(-1) / 127.0).clamp_min(1e-12)
+        scales_bcg = ((needed.view(torch.int32) + 0xFFFF) & ~0xFFFF).view(torch.float32)
+        numbers = (weight_bcgi / scales_bcg.unsqueeze(-1)).round_().to(torch.int8).view(torch.uint8) ^ 0x80
+        numbers = numbers.view(blocks, COLUMNS, groups, GROUP // 4, 4).permute(0, 2, 3, 1, 4)
+        scales = scales_bcg.to(torch.bfloat16).transpose(1, 2).contiguous().view(torch.uint8)
+        room = torch.empty(blocks * groups * GROUP_BYTES + 64, dtype=torch.uint8)
+        begin = -room.data_ptr() % 64
+        self.packed = room[begin:][: blocks * groups * GROUP_BYTES].view(blocks, groups, GROUP_BYTES)
+        self.packed[..., : COLUMNS * GROUP] = numbers.flatten(2)
+        self.packed[..., COLUMNS * GROUP :] = scales
+
+    def __call__(self, x_NI: torch.Tensor) -> torch.Tensor:
+        x_NI = x_NI.contiguous()
+        rows, groups = len(x_NI), self.packed.shape[1]
+        y_NO = torch.empty(rows, self.padded_out)
+        scratch = torch.empty(rows * groups * (GROUP + 8), dtype=torch.uint8)
+        counters = np.zeros(2 * COUNTER_BYTES, np.uint8)
+        arguments = (
+            x_NI.data_ptr(), rows, self.size_in, scratch.data_ptr(), self.packed.data_ptr(), self.bias.data_ptr(),
+            y_NO.data_ptr(), self.padded_out, counters.ctypes.data,
+        )  # fmt: skip
+        kernel = _kernel()
+        run_together(lambda: kernel(*arguments), torch.get_num_threads())
+        return y_NO if self.padded_out == self.size_out else y_NO[:, : self.size_out].contiguous()
+
+
+@njit(error_model="numpy")  # type: ignore[untyped-decorator]
+def take(counters_at: int) -> Any:
+    """The next piece of a phase's work."""
+    return add_atomically(counters_at, 1)
+
+
+@njit(error_model="numpy")  # type: ignore[untyped-decorator]
+def finish(counters_at: int, pieces: int) -> None:
+    """Say that pieces of a phase's work are done."""
+    add_atomically(counters_at + COUNTER_BYTES // 2, pieces)
+
+
+@njit(error_model="numpy")  # type: ignore[untyped-decorator]
+def wait(counters_at: int, pieces: int) -> Any:
+    """Wait until others have done what they took of ``pieces``; where the next phase's counters are."""
+    looks = 0
+    while read_atomically(counters_at + COUNTER_BYTES // 2) < pieces:
+        looks += 1
+        if looks % _LOOKS != 0:
+            pause()
+        else:
+            yield_core()
+    return counters_at + COUNTER_BYTES
+
+
+@njit(error_model="numpy")  # type: ignore[untyped-decorator]
+def multiply(
+    q_at: int, rows: int, groups: int, weights_at: int, bias_at: int, y_at: int, width: int, counters_at: int
+) -> Any:
+    """One phase: products of quantised rows with all weights, ``width`` columns of float32.
+
+    Args:
+        q_at: int8 ``[rows, groups * GROUP]``, then float32 and int32 ``[rows, groups]`` (see :func:`quantise_row`).
+    """
+    x_step = groups * GROUP
+    scales_at = q_at + rows * x_step
+    sums_at = scales_at + rows * groups * 4
+    blocks = width // COLUMNS
+    done = 0
+    while True:  # numba has no assignments in conditions
+        block = take(counters_at)
+        if block >= blocks:
+            break
+        block_at = weights_at + block * groups * GROUP_BYTES
+        block_bias_at, out_at = bias_at + block * COLUMNS * 4, y_at + block * COLUMNS * 4
+        for row in range(0, rows, _ROWS):
+            x, scales, sums = q_at + row * x_step, scales_at + row * groups * 4, sums_at + row * groups * 4
+            out, left = out_at + row * width * 4, rows - row
+            if left >= 4:
+                dot_products(4, x, x_step, scales, sums, groups * 4, groups, block_at, block_bias_at, out, width * 4)
+            elif left == 3:
+                dot_products(3, x, x_step, scales, sums, groups * 4, groups, block_at, block_bias_at, out, width * 4)
+            elif left == 2:
+                dot_products(2, x, x_step, scales, sums, groups * 4, groups, block_at, block_bias_at, out, width * 4)
+            else:
+                dot_products(1, x, x_step, scales, sums, groups * 4, groups, block_at, block_bias_at, out, width * 4)
+        done += 1
+    finish(counters_at, done)
+    return wait(counters_at, blocks)
+
+
+@njit(error_model="numpy")  # type: ignore[untyped-decorator]
+def quantise(x_at: int, row: int, rows: int, size: int, q_at: int) -> None:
+    """Quantise the row at ``x_at`` into ``row`` of what :func:`multiply` reads."""
+    groups = (size + GROUP - 1) // GROUP
+    scales_at = q_at + rows * groups * GROUP
+    sums_at = scales_at + rows * groups * 4
+    quantise_row(
+        x_at, size, q_at + row * groups * GROUP, scales_at + row * groups * 4, sums_at + row * groups * 4
+    )
+
+
+@lru_cache
+def _kernel() -> Callable[..., bool]:
+    def linear(x_at, rows, size, q_at, weights_at, bias_at, y_at, width, counters_at):  # type: ignore[no-untyped-def]
+        while True:
+            row = take(counters_at)
+            if row >= rows:
+                break
+            quantise(x_at + row * size * 4, row, rows, size, q_at)
+            finish(counters_at, 1)
+        counters_at = wait(counters_at, rows)
+        multiply(q_at, rows, (size + GROUP - 1) // GROUP, weights_at, bias_at, y_at, width, counters_at)
+        return True
+
+    return compiled(linear)
+
+
+def compiled(function: Callable[..., bool]) -> Callable[..., bool]:
+    """``function`` without the GIL, remembered beside its file or in the user's cache directory."""
+    kernel: Callable[..., bool]
+    try:
+        kernel = njit(cache=True, nogil=True, error_model="numpy")(function)
+    except RuntimeError:  # neither can be written: each process compiles anew
+        kernel = njit(nogil=True, error_model="numpy")(function)
+    return kernel

@@ -1,0 +1,141 @@
+"""Compiled work on single rows of activations, in float32 and with sums in a fixed order.
+
+The bits of a row's result depend on that row alone. Rows are given by the address of their first number.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+from numba import njit
+from numba.np.numpy_support import carray
+
+from dspark.models.int8_intrinsics import GROUP
+from dspark.models.vector_intrinsics import fused_multiply_add, pointer
+
+_EXP2 = tuple(math.log(2.0) ** k / math.factorial(k) for k in range(8))
+_ROUND = 1.5 * 2**23  # added to a small float32, it leaves the nearest whole number in the lowest bits
+
+
+@njit(inline="always")  # type: ignore[untyped-decorator]
+def exp2(x: Any) -> Any:
+    """2 to the power of x <= 0, to about 1e-7 of its value; 0 where that is below 2**-126."""
+    shifted = np.float32(x + np.float32(_ROUND))
+    r = x - (shifted - np.float32(_ROUND))
+    y = np.float32(_EXP2[7])
+    y = fused_multiply_add(y, r, np.float32(_EXP2[6]))
+    y = fused_multiply_add(y, r, np.float32(_EXP2[5]))
+    y = fused_multiply_add(y, r, np.float32(_EXP2[4]))
+    y = fused_multiply_add(y, r, np.float32(_EXP2[3]))
+    y = fused_multiply_add(y, r, np.float32(_EXP2[2]))
+    y = fused_multiply_add(y, r, np.float32(_EXP2[1]))
+    y = fused_multiply_add(y, r, np.float32(_EXP2[0]))
+    power = np.int32((shifted.view(np.int32) + 127) << 23).view(np.float32)
+    return np.float32(0.0) if x < np.float32(-126.0) else y * power
+
+
+@njit(inline="always")  # type: ignore[untyped-decorator]
+def sigmoid(x: Any) -> Any:
+    small = exp2(-abs(x) * np.float32(math.log2(math.e)))
+    return (np.float32(1.0) if x >= np.float32(0.0) else small) / (np.float32(1.0) + small)
+
+
+@njit(fastmath={"reassoc", "contract"}, error_model="numpy")  # type: ignore[untyped-decorator]
+def _square_sum(x: Any) -> Any:
+    """In as many parts as vectors have lanes: an order that the compiler sets once, whatever the row."""
+    total = np.float32(0.0)
+    for i in range(len(x)):
+        total += x[i] * x[i]
+    return total
+
+
+@njit(error_model="numpy")  # type: ignore[untyped-decorator]
+def norm_row(x_at: int, out_at: int, weight_at: int, size: int, eps: Any) -> None:
+    """RMS norm of ``size`` numbers; ``x`` and ``out`` may be the same."""
+    x, out = carray(pointer(x_at), size, np.float32), carray(pointer(out_at), size, np.float32)
+    weight = carray(pointer(weight_at), size, np.float32)
+    factor = np.float32(1.0) / np.sqrt(_square_sum(x) / np.float32(size) + eps)
+    for i in range(size):
+        out[i] = x[i] * factor * weight[i]
+
+
+@njit(error_model="numpy")  # type: ignore[untyped-decorator]
+def add_row(x_at: int, y_at: int, size: int) -> None:
+    """``x += y``."""
+    x, y = carray(pointer(x_at), size, np.float32), carray(pointer(y_at), size, np.float32)
+    for i in range(size):
+        x[i] += y[i]
+
+
+@njit(error_model="numpy")  # type: ignore[untyped-decorator]
+def activate_row(gate_at: int, up_at: int, size: int, is_gelu: bool) -> None:
+    """``gate = activation(gate) * up``, with SiLU or the tanh form of GELU."""
+    gate, up = carray(pointer(gate_at), size, np.float32), carray(pointer(up_at), size, np.float32)
+    if is_gelu:  # (1 + tanh(z)) / 2 is sigmoid(2 z)
+        for i in range(size):
+            x = gate[i]
+            z = np.float32(math.sqrt(8.0 / math.pi)) * (x + np.float32(0.044715) * x * x * x)
+            gate[i] = x * sigmoid(z) * up[i]
+    else:
+        for i in range(size):
+            gate[i] = gate[i] * sigmoid(gate[i]) * up[i]
+
+
+@njit(error_model="numpy")  # type: ignore[untyped-decorator]
+def rotate_head(x_at: int, out_at: int, cos_at: int, sin_at: int, size: int) -> None:
+    """Rotary embedding of one head (see :func:`dspark.models.rope.rotate`)."""
+    x, out = carray(pointer(x_at), size, np.float32), carray(pointer(out_at), size, np.float32)
+    cos, sin = carray(pointer(cos_at), size, np.float32), carray(pointer(sin_at), size, np.float32)
+    half = size // 2
+    for i in range(half):
+        out[i] = x[i] * cos[i] + x[i + half] * sin[i]
+    for i in range(half):
+        out[i + half] = x[i + half] * cos[i + half] + x[i] * sin[i + half]
+
+
+@njit(error_model="numpy")  # type: ignore[untyped-decorator]
+def copy_row(x_at: int, out_at: int, size: int) -> None:
+    x, out = carray(pointer(x_at), size, np.float32), carray(pointer(out_at), size, np.float32)
+    for i in range(size):
+        out[i] = x[i]
+
+
+@njit(error_model="numpy")  # type: ignore[untyped-decorator]
+def _quantise_group(x: Any, bits: Any, q: Any, count: int) -> Any:
+    """Numbers in ``q``; their scale and sum."""
+    largest = np.int32(0)  # absolute values are ordered as their bits are
+    for i in range(count):
+        largest = max(largest, np.int32(bits[i] & 0x7FFFFFFF))
+    scale = max(np.int32(largest).view(np.float32), np.float32(1e-12)) * np.float32(1.0 / 127.0)
+    inverse = np.float32(1.0) / scale
+    total = np.int32(0)
+    for i in range(count):
+        rounded = np.float32(x[i] * inverse + np.float32(_ROUND)).view(np.int32) - np.int32(0x4B400000)
+        q[i] = np.int8(rounded)
+        total += np.int32(rounded)
+    return scale, total
+
+
+@njit(error_model="numpy")  # type: ignore[untyped-decorator]
+def quantise_row(x_at: int, size: int, q_at: int, scales_at: int, sums_at: int) -> None:
+    """int8 numbers with a scale for each ``GROUP`` of them, and -128 times the groups' sums (int32).
+
+    The last group is filled with zeros.
+    """
+    groups = (size + GROUP - 1) // GROUP
+    scales, sums = carray(pointer(scales_at), groups, np.float32), carray(pointer(sums_at), groups, np.int32)
+    for g in range(groups):
+        x_group_at = pointer(x_at + 4 * GROUP * g)
+        x, bits = carray(x_group_at, GROUP, np.float32), carray(x_group_at, GROUP, np.int32)
+        q = carray(pointer(q_at + GROUP * g), GROUP, np.int8)
+        count = size - GROUP * g
+        if count >= GROUP:
+            scale, total = _quantise_group(x, bits, q, GROUP)
+        else:
+            scale, total = _quantise_group(x, bits, q, count)
+            for i in range(count, GROUP):
+                q[i] = 0
+        scales[g] = scale
+        sums[g] = np.int32(-128) * total
