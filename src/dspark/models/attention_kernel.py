@@ -19,10 +19,11 @@ from typing import Any
 
 import numpy as np
 import torch
-from numba import cfunc, types
+from numba import types
 from numba.np.numpy_support import carray
 
 from dspark.models.block_tables import BLOCK_SIZE
+from dspark.models.compiling import SOURCE, remembered
 from dspark.models.row_kernels import exp2
 from dspark.models.threads import run_together
 from dspark.models.vector_intrinsics import largest_of, multiply_add, pointer, prefetch, transpose
@@ -108,7 +109,7 @@ def _in_parts(kernel: Callable[..., bool], arguments: Sequence[Any], threads: in
 
 
 @lru_cache
-def attention_kernel(D: int, group: int) -> Any:
+def attention_kernel(D: int, group: int, source: str = SOURCE) -> Any:
     """The kernel for heads of D dimensions and ``group`` query heads a key head, as a C function."""
     heads = max(n for n in range(1, 8) if group % n == 0)  # query heads that are computed side by side
     width = max(n for n in (8, 16, _WIDTH) if D % n == 0)
@@ -119,6 +120,7 @@ def attention_kernel(D: int, group: int) -> Any:
         q_at, keys_at, values_at, tables_at, slots_at, visible_at, out_at,
         num_queries, num_kv_heads, num_rows, num_slots, num_blocks, scale, window, earliest, part, parts,
     ):  # fmt: skip
+        _ = source
         q = carray(pointer(q_at), (num_queries, num_kv_heads * group, D), np.float32)
         out = carray(pointer(out_at), (num_queries, num_kv_heads * group, D), np.float32)
         tables = carray(pointer(tables_at), (num_slots, num_blocks), np.int32)
@@ -246,9 +248,5 @@ def attention_kernel(D: int, group: int) -> Any:
             begin = end
         return True
 
-    number_types = [types.int64] * 12 + [types.float32] + [types.int64] * 4
-    signature = types.boolean(*number_types)
-    try:  # remembered beside this file or in the user's cache directory
-        return cfunc(signature, cache=True, error_model="numpy")(attend)
-    except RuntimeError:  # neither can be written: each process compiles anew
-        return cfunc(signature, error_model="numpy")(attend)
+    numbers = [types.int64] * 12 + [types.float32] + [types.int64] * 4
+    return remembered(attend, types.boolean(*numbers))

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 import torch
 from torch.nn import functional
@@ -25,6 +27,7 @@ _ACTIVATIONS: Mapping[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "silu": functional.silu,
     "gelu_tanh": lambda x: functional.gelu(x, approximate="tanh"),
 }
+_log = logging.getLogger("dspark")
 COMPUTE_DTYPES = ("float32", "bfloat16", "int8")
 
 
@@ -73,6 +76,8 @@ class Decoder:
         if self._quantised and self._device.type != "cpu":
             raise ValueError(f"dtype int8 runs on the CPU only, not on {device}; use bfloat16 there")
         self._is_compiled = self._quantised and has_dot_products()
+        if self._quantised and not self._is_compiled:
+            _announce_slow_int8()
         self._dtype = torch.bfloat16 if compute_dtype == "bfloat16" else torch.float32
         self.compute_dtype = compute_dtype
         reader = _WeightReader(weights, self._dtype, self._device)
@@ -268,6 +273,13 @@ class Decoder:
             post_mlp_norm_H=norm("post_feedforward_layernorm") if c.sandwich_norms else None,
             is_sliding=bool(c.sliding_layers) and c.sliding_layers[index],
         )
+
+
+@lru_cache(maxsize=1)
+def _announce_slow_int8() -> None:
+    _log.warning(
+        "int8 runs through PyTorch here, slower and with one scale a row: the processor has no AVX512-VNNI instructions"
+    )
 
 
 class _WeightReader:

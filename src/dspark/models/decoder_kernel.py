@@ -8,7 +8,8 @@ row's numbers are computed in an order of their own, so they depend neither on t
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import lru_cache
 from typing import Any, Protocol
 
 import numpy as np
@@ -18,9 +19,10 @@ from numba.np.numpy_support import carray
 
 from dspark.models.attention import AttentionPlan
 from dspark.models.attention_kernel import attention_kernel
+from dspark.models.compiling import SOURCE, remembered
 from dspark.models.config import DecoderConfig
 from dspark.models.int8_intrinsics import GROUP, call_attention
-from dspark.models.int8_linear import COUNTER_BYTES, GroupedInt8Linear, compiled, finish, multiply, quantise, take, wait
+from dspark.models.int8_linear import COUNTER_BYTES, GroupedInt8Linear, finish, multiply, quantise, take, wait
 from dspark.models.kv_cache import KVCache
 from dspark.models.row_kernels import activate_row, add_row, copy_row, norm_row, rotate_head
 from dspark.models.threads import run_together
@@ -62,7 +64,7 @@ class DecoderKernel:
         self._widths = tuple(linear.padded_out for linear in linears)
         self._groups = max(linear.packed.shape[1] for linear in linears)
         self._attention = attention_kernel(config.head_dim, config.num_heads // config.num_kv_heads)
-        self._kernel = compiled(_decode)
+        self._kernel = _kernel()
 
     def __call__(
         self,
@@ -217,61 +219,67 @@ def _activate_rows(y_at: int, rows: int, width: int, size: int, is_gelu: bool, q
     return wait(counters_at, rows)
 
 
-def _decode(  # type: ignore[no-untyped-def]
-    table_at, num_layers, hidden, intermediate, heads, kv_heads, head_dim, eps, is_gelu, qkv_width, output_width,
-    gate_up_width, down_width, final_norm_at, x_at, rows, y_at, normed_at, queries_at, attended_at, q_at, out_at,
-    taps_at, taps_width, tap_columns_at, cos_at, sin_at, sliding_cos_at, sliding_sin_at, keys_at, values_at, num_rows,
-    token_rows_at, attention_at, tables_at, num_slots, num_blocks, slots_at, visible_at, scale, window, first, parts,
-    counters_at,
-):  # fmt: skip
-    table = carray(pointer(table_at), (num_layers, 14), np.int64)
-    tap_columns = carray(pointer(tap_columns_at), num_layers, np.int64)
-    hidden_groups = (hidden + GROUP - 1) // GROUP
-    heads_groups = (heads * head_dim + GROUP - 1) // GROUP
-    intermediate_groups = (intermediate + GROUP - 1) // GROUP
-    layer_bytes = kv_heads * num_rows * head_dim * 4
-    at = counters_at
-    understood = True
-    added_at, added_norm_at, tap_at = 0, 0, 0  # what the layer before leaves to be done
-    for index in range(num_layers):
-        layer = table[index]
-        layer_keys_at, layer_values_at = keys_at + index * layer_bytes, values_at + index * layer_bytes
-        is_sliding = layer[_IS_SLIDING] != 0
-        at = _add_and_norm(
-            x_at, rows, hidden, added_at, down_width, added_norm_at, tap_at, taps_width * 4, layer[_ATTENTION_NORM],
-            eps, normed_at, q_at, at,
-        )  # fmt: skip
-        at = multiply(q_at, rows, hidden_groups, layer[_QKV], layer[_QKV_BIAS], y_at, qkv_width, at)
-        at = _place_heads(
-            y_at, rows, qkv_width, heads, kv_heads, head_dim, layer[_QK_NORM], eps,
-            sliding_cos_at if is_sliding else cos_at, sliding_sin_at if is_sliding else sin_at, queries_at,
-            layer_keys_at, layer_values_at, num_rows, token_rows_at, at,
-        )  # fmt: skip
-        while True:
-            part = take(at)
-            if part >= parts:
-                break
-            numbers = (
-                queries_at, layer_keys_at, layer_values_at, tables_at, slots_at, visible_at, attended_at, rows,
-                kv_heads, num_rows, num_slots, num_blocks,
+@lru_cache
+def _kernel(source: str = SOURCE) -> Callable[..., bool]:
+    def decode(  # type: ignore[no-untyped-def]
+        table_at, num_layers, hidden, intermediate, heads, kv_heads, head_dim, eps, is_gelu, qkv_width, output_width,
+        gate_up_width, down_width, final_norm_at, x_at, rows, y_at, normed_at, queries_at, attended_at, q_at, out_at,
+        taps_at, taps_width, tap_columns_at, cos_at, sin_at, sliding_cos_at, sliding_sin_at, keys_at, values_at,
+        num_rows, token_rows_at, attention_at, tables_at, num_slots, num_blocks, slots_at, visible_at, scale, window,
+        first, parts, counters_at,
+    ):  # fmt: skip
+        _ = source
+        table = carray(pointer(table_at), (num_layers, 14), np.int64)
+        tap_columns = carray(pointer(tap_columns_at), num_layers, np.int64)
+        hidden_groups = (hidden + GROUP - 1) // GROUP
+        heads_groups = (heads * head_dim + GROUP - 1) // GROUP
+        intermediate_groups = (intermediate + GROUP - 1) // GROUP
+        layer_bytes = kv_heads * num_rows * head_dim * 4
+        at = counters_at
+        understood = True
+        added_at, added_norm_at, tap_at = 0, 0, 0  # what the layer before leaves to be done
+        for index in range(num_layers):
+            layer = table[index]
+            layer_keys_at, layer_values_at = keys_at + index * layer_bytes, values_at + index * layer_bytes
+            is_sliding = layer[_IS_SLIDING] != 0
+            at = _add_and_norm(
+                x_at, rows, hidden, added_at, down_width, added_norm_at, tap_at, taps_width * 4, layer[_ATTENTION_NORM],
+                eps, normed_at, q_at, at,
             )  # fmt: skip
-            seen = window if is_sliding else _WHOLE
-            understood &= call_attention(attention_at, numbers, scale, (seen, first, part, parts))
-            finish(at, 1)
-        at = wait(at, parts)
-        at = _quantise_rows(attended_at, rows, heads * head_dim, q_at, at)
-        at = multiply(q_at, rows, heads_groups, layer[_OUTPUT], layer[_OUTPUT_BIAS], y_at, output_width, at)
+            at = multiply(q_at, rows, hidden_groups, layer[_QKV], layer[_QKV_BIAS], y_at, qkv_width, at)
+            at = _place_heads(
+                y_at, rows, qkv_width, heads, kv_heads, head_dim, layer[_QK_NORM], eps,
+                sliding_cos_at if is_sliding else cos_at, sliding_sin_at if is_sliding else sin_at, queries_at,
+                layer_keys_at, layer_values_at, num_rows, token_rows_at, at,
+            )  # fmt: skip
+            while True:
+                part = take(at)
+                if part >= parts:
+                    break
+                numbers = (
+                    queries_at, layer_keys_at, layer_values_at, tables_at, slots_at, visible_at, attended_at, rows,
+                    kv_heads, num_rows, num_slots, num_blocks,
+                )  # fmt: skip
+                seen = window if is_sliding else _WHOLE
+                understood &= call_attention(attention_at, numbers, scale, (seen, first, part, parts))
+                finish(at, 1)
+            at = wait(at, parts)
+            at = _quantise_rows(attended_at, rows, heads * head_dim, q_at, at)
+            at = multiply(q_at, rows, heads_groups, layer[_OUTPUT], layer[_OUTPUT_BIAS], y_at, output_width, at)
+            at = _add_and_norm(
+                x_at, rows, hidden, y_at, output_width, layer[_POST_ATTENTION_NORM], 0, 0, layer[_MLP_NORM], eps,
+                normed_at, q_at, at,
+            )  # fmt: skip
+            at = multiply(q_at, rows, hidden_groups, layer[_GATE_UP], layer[_GATE_UP_BIAS], y_at, gate_up_width, at)
+            at = _activate_rows(y_at, rows, gate_up_width, intermediate, is_gelu, q_at, at)
+            at = multiply(q_at, rows, intermediate_groups, layer[_DOWN], layer[_DOWN_BIAS], y_at, down_width, at)
+            added_at, added_norm_at = y_at, layer[_POST_MLP_NORM]
+            tap_at = taps_at + tap_columns[index] * 4 if tap_columns[index] >= 0 else 0
         at = _add_and_norm(
-            x_at, rows, hidden, y_at, output_width, layer[_POST_ATTENTION_NORM], 0, 0, layer[_MLP_NORM], eps, normed_at,
-            q_at, at,
+            x_at, rows, hidden, added_at, down_width, added_norm_at, tap_at, taps_width * 4, final_norm_at, eps, out_at,
+            0, at,
         )  # fmt: skip
-        at = multiply(q_at, rows, hidden_groups, layer[_GATE_UP], layer[_GATE_UP_BIAS], y_at, gate_up_width, at)
-        at = _activate_rows(y_at, rows, gate_up_width, intermediate, is_gelu, q_at, at)
-        at = multiply(q_at, rows, intermediate_groups, layer[_DOWN], layer[_DOWN_BIAS], y_at, down_width, at)
-        added_at, added_norm_at = y_at, layer[_POST_MLP_NORM]
-        tap_at = taps_at + tap_columns[index] * 4 if tap_columns[index] >= 0 else 0
-    at = _add_and_norm(
-        x_at, rows, hidden, added_at, down_width, added_norm_at, tap_at, taps_width * 4, final_norm_at, eps, out_at, 0,
-        at,
-    )  # fmt: skip
-    return understood
+        return understood
+
+    kernel: Callable[..., bool] = remembered(decode)
+    return kernel

@@ -12,9 +12,11 @@ from numba.extending import intrinsic
 GROUP = 32
 """Inputs that share a scale."""
 LANES = 16
-VECTORS = 3
+VECTORS = 2
 COLUMNS = LANES * VECTORS
 """Outputs that are computed side by side."""
+ROWS = 8
+"""Rows that are computed side by side, at most: with them, all sums fit in 32 registers but a few."""
 GROUP_BYTES = COLUMNS * GROUP + COLUMNS * 2
 """Bytes of a group's weights and their scales (bfloat16), for ``COLUMNS`` outputs."""
 
@@ -52,77 +54,90 @@ def dot_products(
     given by the address of their first element and the bytes from a row to the next.
 
     Args:
+        rows: 1 to ``ROWS``.
         x: int8 ``[rows, groups * GROUP]``.
         scales, sums: float32 and int32 ``[rows, groups]``; ``sums`` is -128 times the sum of a group of ``x``.
         weights: for each group ``GROUP_BYTES``: numbers + 128 as bytes ``[GROUP / 4, COLUMNS, 4]``, and their scales.
         bias: float32 ``[COLUMNS]``.
     """
-    num_rows = rows.literal_value
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        x, x_step, scales, sums, scales_step, groups, weights, bias, out, out_step = arguments[1:]
-        module = builder.module
-        dot = cgutils.get_or_insert_function(
-            module, ir.FunctionType(_INTS, [_INTS] * 3), "llvm.x86.avx512.vpdpbusd.512"
-        )
-        fma = cgutils.get_or_insert_function(module, ir.FunctionType(_FLOATS, [_FLOATS] * 3), "llvm.fma.v16f32")
-        cells = [(r, c) for r in range(num_rows) for c in range(VECTORS)]
-
-        def row(base: Any, step: Any, r: int) -> Any:
-            return builder.add(base, builder.mul(step, _LONG(r)))
-
-        x_rows = [row(x, x_step, r) for r in range(num_rows)]
-        scale_rows = [row(scales, scales_step, r) for r in range(num_rows)]
-        sum_rows = [row(sums, scales_step, r) for r in range(num_rows)]
-        start = [_load(builder, bias, 4 * LANES * c, _FLOATS) for c in range(VECTORS)]
-        entry, loop, after = (
-            builder.block, builder.append_basic_block("group"), builder.append_basic_block("groups_done")
-        )  # fmt: skip
-        builder.branch(loop)
-
-        builder.position_at_end(loop)
-        group, place = builder.phi(_LONG), builder.phi(_LONG)
-        totals = {cell: builder.phi(_FLOATS) for cell in cells}
-        group.add_incoming(_LONG(0), entry)
-        place.add_incoming(weights, entry)
-        for (_, c), total in totals.items():
-            total.add_incoming(start[c], entry)
-        offset = builder.mul(group, _LONG(4))
-        offsets = [_load(builder, builder.add(sum_rows[r], offset), 0, _INT) for r in range(num_rows)]
-        exact = {(r, c): _spread(builder, offsets[r], _INTS) for r, c in cells}
-        begin = builder.mul(group, _LONG(GROUP))
-        for i in range(GROUP // 4):
-            columns = [_load(builder, place, (i * VECTORS + c) * 4 * LANES, _INTS) for c in range(VECTORS)]
-            for r in range(num_rows):
-                four = _spread(builder, _load(builder, builder.add(x_rows[r], begin), 4 * i, _INT), _INTS)
-                for c in range(VECTORS):
-                    exact[r, c] = builder.call(dot, [exact[r, c], columns[c], four])
-        weight_scales = []
-        for c in range(VECTORS):
-            upper = builder.zext(_load(builder, place, COLUMNS * GROUP + 2 * LANES * c, _HALVES), _INTS)
-            upper = builder.shl(upper, ir.Constant(_INTS, [16] * LANES))
-            weight_scales.append(builder.bitcast(upper, _FLOATS))
-        new = {}
-        for r in range(num_rows):
-            scale = _load(builder, builder.add(scale_rows[r], offset), 0, ir.FloatType())
-            scale = _spread(builder, scale, _FLOATS)
-            for c in range(VECTORS):
-                scaled = builder.fmul(builder.sitofp(exact[r, c], _FLOATS), weight_scales[c])
-                new[r, c] = builder.call(fma, [scaled, scale, totals[r, c]])
-        next_group = builder.add(group, _LONG(1))
-        group.add_incoming(next_group, loop)
-        place.add_incoming(builder.add(place, _LONG(GROUP_BYTES)), loop)
-        for cell, total in totals.items():
-            total.add_incoming(new[cell], loop)
-        builder.cbranch(builder.icmp_signed("<", next_group, groups), loop, after)
-
+        after = builder.append_basic_block("after")
+        cases = [builder.append_basic_block(f"rows_{count}") for count in range(1, ROWS + 1)]
+        switch = builder.switch(arguments[0], cases[-1])
+        for count, case in enumerate(cases[:-1], 1):
+            switch.add_case(_LONG(count), case)
+        for count, case in enumerate(cases, 1):
+            builder.position_at_end(case)
+            _dot_products(builder, count, *arguments[1:])
+            builder.branch(after)
         builder.position_at_end(after)
-        for r, c in cells:
-            target = builder.add(row(out, out_step, r), _LONG(4 * LANES * c))
-            builder.store(new[r, c], builder.inttoptr(target, _FLOATS.as_pointer()), align=4)
         return context.get_dummy_value()
 
-    return types.void(rows, *[types.int64] * 10), generate
+    return types.void(*[types.int64] * 11), generate
+
+
+def _dot_products(
+    builder: Any, rows: int, x: Any, x_step: Any, scales: Any, sums: Any, scales_step: Any, groups: Any, weights: Any,
+    bias: Any, out: Any, out_step: Any,
+) -> None:  # fmt: skip
+    """The code of :func:`dot_products` for so many rows."""
+
+    def row(base: Any, step: Any, r: int) -> Any:
+        return builder.add(base, builder.mul(step, _LONG(r)))
+
+    kind = ir.FunctionType(_INTS, [_INTS] * 3)
+    dot = cgutils.get_or_insert_function(builder.module, kind, "llvm.x86.avx512.vpdpbusd.512")
+    kind = ir.FunctionType(_FLOATS, [_FLOATS] * 3)
+    fma = cgutils.get_or_insert_function(builder.module, kind, f"llvm.fma.v{LANES}f32")
+    cells = [(r, c) for r in range(rows) for c in range(VECTORS)]
+    x_rows = [row(x, x_step, r) for r in range(rows)]
+    scale_rows = [row(scales, scales_step, r) for r in range(rows)]
+    sum_rows = [row(sums, scales_step, r) for r in range(rows)]
+    start = [_load(builder, bias, 4 * LANES * c, _FLOATS) for c in range(VECTORS)]
+    before, loop, after = (builder.block, *(builder.append_basic_block(name) for name in ("group", "groups_done")))
+    builder.branch(loop)
+
+    builder.position_at_end(loop)
+    group, place = builder.phi(_LONG), builder.phi(_LONG)
+    totals = {cell: builder.phi(_FLOATS) for cell in cells}
+    group.add_incoming(_LONG(0), before)
+    place.add_incoming(weights, before)
+    for (_, c), total in totals.items():
+        total.add_incoming(start[c], before)
+    offset = builder.mul(group, _LONG(4))
+    first_sums = [_spread(builder, _load(builder, builder.add(base, offset), 0, _INT), _INTS) for base in sum_rows]
+    exact = {(r, c): first_sums[r] for r, c in cells}
+    begin = builder.mul(group, _LONG(GROUP))
+    for i in range(GROUP // 4):
+        columns = [_load(builder, place, (i * VECTORS + c) * 4 * LANES, _INTS) for c in range(VECTORS)]
+        for r in range(rows):
+            four = _spread(builder, _load(builder, builder.add(x_rows[r], begin), 4 * i, _INT), _INTS)
+            for c in range(VECTORS):
+                exact[r, c] = builder.call(dot, [exact[r, c], columns[c], four])
+    weight_scales = []
+    for c in range(VECTORS):
+        upper = builder.zext(_load(builder, place, COLUMNS * GROUP + 2 * LANES * c, _HALVES), _INTS)
+        upper = builder.shl(upper, ir.Constant(_INTS, [16] * LANES))
+        weight_scales.append(builder.bitcast(upper, _FLOATS))
+    new = {}
+    for r in range(rows):
+        scale = _load(builder, builder.add(scale_rows[r], offset), 0, ir.FloatType())
+        scale = _spread(builder, scale, _FLOATS)
+        for c in range(VECTORS):
+            scaled = builder.fmul(builder.sitofp(exact[r, c], _FLOATS), weight_scales[c])
+            new[r, c] = builder.call(fma, [scaled, scale, totals[r, c]])
+    next_group = builder.add(group, _LONG(1))
+    group.add_incoming(next_group, loop)
+    place.add_incoming(builder.add(place, _LONG(GROUP_BYTES)), loop)
+    for cell, total in totals.items():
+        total.add_incoming(new[cell], loop)
+    builder.cbranch(builder.icmp_signed("<", next_group, groups), loop, after)
+
+    builder.position_at_end(after)
+    for r, c in cells:
+        target = builder.add(row(out, out_step, r), _LONG(4 * LANES * c))
+        builder.store(new[r, c], builder.inttoptr(target, _FLOATS.as_pointer()), align=4)
 
 
 @intrinsic(prefer_literal=True)  # type: ignore[untyped-decorator]

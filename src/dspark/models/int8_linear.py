@@ -10,10 +10,12 @@ import numpy as np
 import torch
 from numba import njit
 
+from dspark.models.compiling import SOURCE, remembered
 from dspark.models.int8_intrinsics import (
     COLUMNS,
     GROUP,
     GROUP_BYTES,
+    ROWS,
     add_atomically,
     dot_products,
     pause,
@@ -23,7 +25,6 @@ from dspark.models.int8_intrinsics import (
 from dspark.models.row_kernels import quantise_row
 from dspark.models.threads import run_together
 
-_ROWS = 4  # computed side by side
 _LOOKS = 2000  # some 50 microseconds, before the core is offered to another thread
 COUNTER_BYTES = 128
 """Of one phase's two counters, each on a line of memory of its own."""
@@ -123,18 +124,12 @@ def multiply(
         if block >= blocks:
             break
         block_at = weights_at + block * groups * GROUP_BYTES
-        block_bias_at, out_at = bias_at + block * COLUMNS * 4, y_at + block * COLUMNS * 4
-        for row in range(0, rows, _ROWS):
-            x, scales, sums = q_at + row * x_step, scales_at + row * groups * 4, sums_at + row * groups * 4
-            out, left = out_at + row * width * 4, rows - row
-            if left >= 4:
-                dot_products(4, x, x_step, scales, sums, groups * 4, groups, block_at, block_bias_at, out, width * 4)
-            elif left == 3:
-                dot_products(3, x, x_step, scales, sums, groups * 4, groups, block_at, block_bias_at, out, width * 4)
-            elif left == 2:
-                dot_products(2, x, x_step, scales, sums, groups * 4, groups, block_at, block_bias_at, out, width * 4)
-            else:
-                dot_products(1, x, x_step, scales, sums, groups * 4, groups, block_at, block_bias_at, out, width * 4)
+        for row in range(0, rows, ROWS):
+            dot_products(
+                min(rows - row, ROWS), q_at + row * x_step, x_step, scales_at + row * groups * 4,
+                sums_at + row * groups * 4, groups * 4, groups, block_at, bias_at + block * COLUMNS * 4,
+                y_at + (row * width + block * COLUMNS) * 4, width * 4,
+            )  # fmt: skip
         done += 1
     finish(counters_at, done)
     return wait(counters_at, blocks)
@@ -146,14 +141,13 @@ def quantise(x_at: int, row: int, rows: int, size: int, q_at: int) -> None:
     groups = (size + GROUP - 1) // GROUP
     scales_at = q_at + rows * groups * GROUP
     sums_at = scales_at + rows * groups * 4
-    quantise_row(
-        x_at, size, q_at + row * groups * GROUP, scales_at + row * groups * 4, sums_at + row * groups * 4
-    )
+    quantise_row(x_at, size, q_at + row * groups * GROUP, scales_at + row * groups * 4, sums_at + row * groups * 4)
 
 
 @lru_cache
-def _kernel() -> Callable[..., bool]:
+def _kernel(source: str = SOURCE) -> Callable[..., bool]:
     def linear(x_at, rows, size, q_at, weights_at, bias_at, y_at, width, counters_at):  # type: ignore[no-untyped-def]
+        _ = source
         while True:
             row = take(counters_at)
             if row >= rows:
@@ -164,14 +158,5 @@ def _kernel() -> Callable[..., bool]:
         multiply(q_at, rows, (size + GROUP - 1) // GROUP, weights_at, bias_at, y_at, width, counters_at)
         return True
 
-    return compiled(linear)
-
-
-def compiled(function: Callable[..., bool]) -> Callable[..., bool]:
-    """``function`` without the GIL, remembered beside its file or in the user's cache directory."""
-    kernel: Callable[..., bool]
-    try:
-        kernel = njit(cache=True, nogil=True, error_model="numpy")(function)
-    except RuntimeError:  # neither can be written: each process compiles anew
-        kernel = njit(nogil=True, error_model="numpy")(function)
+    kernel: Callable[..., bool] = remembered(linear)
     return kernel

@@ -38,6 +38,7 @@ def exp2(x: Any) -> Any:
 
 @njit(inline="always")  # type: ignore[untyped-decorator]
 def sigmoid(x: Any) -> Any:
+    """``1 / (1 + exp(-x))``."""
     small = exp2(-abs(x) * np.float32(math.log2(math.e)))
     return (np.float32(1.0) if x >= np.float32(0.0) else small) / (np.float32(1.0) + small)
 
@@ -97,6 +98,7 @@ def rotate_head(x_at: int, out_at: int, cos_at: int, sin_at: int, size: int) -> 
 
 @njit(error_model="numpy")  # type: ignore[untyped-decorator]
 def copy_row(x_at: int, out_at: int, size: int) -> None:
+    """``out = x``."""
     x, out = carray(pointer(x_at), size, np.float32), carray(pointer(out_at), size, np.float32)
     for i in range(size):
         out[i] = x[i]
