@@ -21,8 +21,8 @@ from dspark.models.attention import AttentionPlan
 from dspark.models.attention_kernel import attention_kernel
 from dspark.models.compiling import SOURCE, remembered
 from dspark.models.config import DecoderConfig
-from dspark.models.int8_intrinsics import GROUP, call_attention
-from dspark.models.int8_linear import COUNTER_BYTES, GroupedInt8Linear, finish, multiply, quantise, take, wait
+from dspark.models.int8_intrinsics import GROUP, add_atomically, call_attention
+from dspark.models.int8_linear import LINE, GroupedInt8Linear, finish, multiply, quantise, take, wait
 from dspark.models.kv_cache import KVCache
 from dspark.models.row_kernels import activate_row, add_row, copy_row, norm_row, rotate_head
 from dspark.models.threads import run_together
@@ -81,7 +81,7 @@ class DecoderKernel:
             x_NH: float32, is written to.
             rope, sliding_rope: float32 ``[N, 1, D]`` as :meth:`~dspark.models.rope.RopeTable.lookup` returns them.
         """
-        c = self._config
+        c, threads = self._config, torch.get_num_threads()
         rows, hidden = x_NH.shape
         layers = sorted(set(tap_layers))
         taps_NT = torch.empty(rows, hidden * len(layers))
@@ -92,12 +92,11 @@ class DecoderKernel:
         sizes = (rows * max(self._widths), rows * hidden, rows * heads_size, rows * heads_size)
         scratch = torch.empty(sum(sizes) + rows * self._groups * (GROUP // 4 + 2))
         places = np.cumsum((0, *sizes)) * 4 + scratch.data_ptr()
-        counters = np.zeros((c.num_layers * _PHASES + 1) * COUNTER_BYTES + 64, np.uint8)
+        counters = np.zeros(LINE * ((c.num_layers * _PHASES + 1) * (threads + 1) + 2), np.uint8)
         token_rows = plan.places.rows
         if isinstance(token_rows, slice):
             token_rows = torch.arange(token_rows.start, token_rows.stop)
         tables = plan.tables.tables_SB
-        threads = torch.get_num_threads()
         arguments = (
             self._table.ctypes.data, c.num_layers, hidden, c.intermediate_size, c.num_heads, c.num_kv_heads, c.head_dim,
             np.float32(c.norm_eps), c.activation == "gelu_tanh", *self._widths, self._held[1].data_ptr(),
@@ -108,7 +107,7 @@ class DecoderKernel:
             self._attention.address, tables.data_ptr(), *tables.shape, plan.places.slots_N.data_ptr(),
             plan.visible_N.data_ptr(), np.float32(c.query_scale * math.log2(math.e)), plan.window or _WHOLE, plan.first,
             min(rows * c.num_kv_heads, _PARTS * threads if threads > 1 else 1),
-            (counters.ctypes.data + 63) // 64 * 64,
+            (counters.ctypes.data + LINE - 1) // LINE * LINE, threads,
         )  # fmt: skip
         if not run_together(lambda: self._kernel(*arguments), threads):
             raise ValueError("a slot, position or block of the pass is outside the tables or the cache")
@@ -137,7 +136,7 @@ def _addresses(layer: Int8Layer) -> list[int]:
 @njit(error_model="numpy")  # type: ignore[untyped-decorator]
 def _add_and_norm(
     x_at: int, rows: int, size: int, y_at: int, width: int, post_norm_at: int, tap_at: int, tap_step: int, norm_at: int,
-    eps: Any, out_at: int, q_at: int, counters_at: int,
+    eps: Any, out_at: int, q_at: int, counters_at: int, threads: int,
 ) -> Any:  # fmt: skip
     """One phase: add what a sublayer gave to the residual stream and norm the sum for the next sublayer.
 
@@ -161,13 +160,14 @@ def _add_and_norm(
         if q_at != 0:
             quantise(out_row_at, row, rows, size, q_at)
         finish(counters_at, 1)
-    return wait(counters_at, rows)
+    return wait(counters_at, rows, threads)
 
 
 @njit(error_model="numpy")  # type: ignore[untyped-decorator]
 def _place_heads(
     y_at: int, rows: int, width: int, heads: int, kv_heads: int, head_dim: int, qk_norm_at: int, eps: Any, cos_at: int,
     sin_at: int, q_at: int, keys_at: int, values_at: int, num_rows: int, token_rows_at: int, counters_at: int,
+    threads: int,
 ) -> Any:  # fmt: skip
     """One phase: norm and rotate queries and keys; keys and values go to their rows of the cache."""
     token_rows = carray(pointer(token_rows_at), rows, np.int64)
@@ -190,11 +190,11 @@ def _place_heads(
             head_at = y_at + row * width * 4 + (heads + kv_heads + head) * step
             copy_row(head_at, values_at + (head * num_rows + token_rows[row]) * step, head_dim)
         finish(counters_at, 1)
-    return wait(counters_at, rows)
+    return wait(counters_at, rows, threads)
 
 
 @njit(error_model="numpy")  # type: ignore[untyped-decorator]
-def _quantise_rows(x_at: int, rows: int, size: int, q_at: int, counters_at: int) -> Any:
+def _quantise_rows(x_at: int, rows: int, size: int, q_at: int, counters_at: int, threads: int) -> Any:
     """One phase: quantise every row."""
     while True:
         row = take(counters_at)
@@ -202,11 +202,13 @@ def _quantise_rows(x_at: int, rows: int, size: int, q_at: int, counters_at: int)
             break
         quantise(x_at + row * size * 4, row, rows, size, q_at)
         finish(counters_at, 1)
-    return wait(counters_at, rows)
+    return wait(counters_at, rows, threads)
 
 
 @njit(error_model="numpy")  # type: ignore[untyped-decorator]
-def _activate_rows(y_at: int, rows: int, width: int, size: int, is_gelu: bool, q_at: int, counters_at: int) -> Any:
+def _activate_rows(
+    y_at: int, rows: int, width: int, size: int, is_gelu: bool, q_at: int, counters_at: int, threads: int
+) -> Any:
     """One phase: the gated activation of every row, quantised."""
     while True:
         row = take(counters_at)
@@ -216,7 +218,7 @@ def _activate_rows(y_at: int, rows: int, width: int, size: int, is_gelu: bool, q
         activate_row(gate_at, gate_at + size * 4, size, is_gelu)
         quantise(gate_at, row, rows, size, q_at)
         finish(counters_at, 1)
-    return wait(counters_at, rows)
+    return wait(counters_at, rows, threads)
 
 
 @lru_cache
@@ -226,7 +228,7 @@ def _kernel(source: str = SOURCE) -> Callable[..., bool]:
         gate_up_width, down_width, final_norm_at, x_at, rows, y_at, normed_at, queries_at, attended_at, q_at, out_at,
         taps_at, taps_width, tap_columns_at, cos_at, sin_at, sliding_cos_at, sliding_sin_at, keys_at, values_at,
         num_rows, token_rows_at, attention_at, tables_at, num_slots, num_blocks, slots_at, visible_at, scale, window,
-        first, parts, counters_at,
+        first, parts, counters_at, threads,
     ):  # fmt: skip
         _ = source
         table = carray(pointer(table_at), (num_layers, 14), np.int64)
@@ -235,7 +237,8 @@ def _kernel(source: str = SOURCE) -> Callable[..., bool]:
         heads_groups = (heads * head_dim + GROUP - 1) // GROUP
         intermediate_groups = (intermediate + GROUP - 1) // GROUP
         layer_bytes = kv_heads * num_rows * head_dim * 4
-        at = counters_at
+        thread = add_atomically(counters_at, 1)
+        at = counters_at + LINE
         understood = True
         added_at, added_norm_at, tap_at = 0, 0, 0  # what the layer before leaves to be done
         for index in range(num_layers):
@@ -244,13 +247,15 @@ def _kernel(source: str = SOURCE) -> Callable[..., bool]:
             is_sliding = layer[_IS_SLIDING] != 0
             at = _add_and_norm(
                 x_at, rows, hidden, added_at, down_width, added_norm_at, tap_at, taps_width * 4, layer[_ATTENTION_NORM],
-                eps, normed_at, q_at, at,
+                eps, normed_at, q_at, at, threads,
             )  # fmt: skip
-            at = multiply(q_at, rows, hidden_groups, layer[_QKV], layer[_QKV_BIAS], y_at, qkv_width, at)
+            at = multiply(
+                q_at, rows, hidden_groups, layer[_QKV], layer[_QKV_BIAS], y_at, qkv_width, at, threads, thread
+            )  # fmt: skip
             at = _place_heads(
                 y_at, rows, qkv_width, heads, kv_heads, head_dim, layer[_QK_NORM], eps,
                 sliding_cos_at if is_sliding else cos_at, sliding_sin_at if is_sliding else sin_at, queries_at,
-                layer_keys_at, layer_values_at, num_rows, token_rows_at, at,
+                layer_keys_at, layer_values_at, num_rows, token_rows_at, at, threads,
             )  # fmt: skip
             while True:
                 part = take(at)
@@ -263,21 +268,28 @@ def _kernel(source: str = SOURCE) -> Callable[..., bool]:
                 seen = window if is_sliding else _WHOLE
                 understood &= call_attention(attention_at, numbers, scale, (seen, first, part, parts))
                 finish(at, 1)
-            at = wait(at, parts)
-            at = _quantise_rows(attended_at, rows, heads * head_dim, q_at, at)
-            at = multiply(q_at, rows, heads_groups, layer[_OUTPUT], layer[_OUTPUT_BIAS], y_at, output_width, at)
+            at = wait(at, parts, threads)
+            at = _quantise_rows(attended_at, rows, heads * head_dim, q_at, at, threads)
+            at = multiply(
+                q_at, rows, heads_groups, layer[_OUTPUT], layer[_OUTPUT_BIAS], y_at, output_width, at, threads, thread
+            )  # fmt: skip
             at = _add_and_norm(
                 x_at, rows, hidden, y_at, output_width, layer[_POST_ATTENTION_NORM], 0, 0, layer[_MLP_NORM], eps,
-                normed_at, q_at, at,
+                normed_at, q_at, at, threads,
             )  # fmt: skip
-            at = multiply(q_at, rows, hidden_groups, layer[_GATE_UP], layer[_GATE_UP_BIAS], y_at, gate_up_width, at)
-            at = _activate_rows(y_at, rows, gate_up_width, intermediate, is_gelu, q_at, at)
-            at = multiply(q_at, rows, intermediate_groups, layer[_DOWN], layer[_DOWN_BIAS], y_at, down_width, at)
+            at = multiply(
+                q_at, rows, hidden_groups, layer[_GATE_UP], layer[_GATE_UP_BIAS], y_at, gate_up_width, at, threads,
+                thread,
+            )  # fmt: skip
+            at = _activate_rows(y_at, rows, gate_up_width, intermediate, is_gelu, q_at, at, threads)
+            at = multiply(
+                q_at, rows, intermediate_groups, layer[_DOWN], layer[_DOWN_BIAS], y_at, down_width, at, threads, thread
+            )  # fmt: skip
             added_at, added_norm_at = y_at, layer[_POST_MLP_NORM]
             tap_at = taps_at + tap_columns[index] * 4 if tap_columns[index] >= 0 else 0
         at = _add_and_norm(
             x_at, rows, hidden, added_at, down_width, added_norm_at, tap_at, taps_width * 4, final_norm_at, eps, out_at,
-            0, at,
+            0, at, threads,
         )  # fmt: skip
         return understood
 

@@ -26,8 +26,8 @@ from dspark.models.row_kernels import quantise_row
 from dspark.models.threads import run_together
 
 _LOOKS = 2000  # some 50 microseconds, before the core is offered to another thread
-COUNTER_BYTES = 128
-"""Of one phase's two counters, each on a line of memory of its own."""
+LINE = 64
+"""Bytes of a line of memory. A phase has ``threads + 1`` counters, each on a line of its own."""
 
 
 class GroupedInt8Linear:
@@ -70,45 +70,47 @@ class GroupedInt8Linear:
         rows, groups = len(x_NI), self.packed.shape[1]
         y_NO = torch.empty(rows, self.padded_out)
         scratch = torch.empty(rows * groups * (GROUP + 8), dtype=torch.uint8)
-        counters = np.zeros(2 * COUNTER_BYTES, np.uint8)
+        threads = torch.get_num_threads()
+        counters = np.zeros(LINE * (1 + 2 * (threads + 1)), np.uint8)
         arguments = (
             x_NI.data_ptr(), rows, self.size_in, scratch.data_ptr(), self.packed.data_ptr(), self.bias.data_ptr(),
-            y_NO.data_ptr(), self.padded_out, counters.ctypes.data,
+            y_NO.data_ptr(), self.padded_out, counters.ctypes.data, threads,
         )  # fmt: skip
         kernel = _kernel()
-        run_together(lambda: kernel(*arguments), torch.get_num_threads())
+        run_together(lambda: kernel(*arguments), threads)
         return y_NO if self.padded_out == self.size_out else y_NO[:, : self.size_out].contiguous()
 
 
 @njit(error_model="numpy")  # type: ignore[untyped-decorator]
 def take(counters_at: int) -> Any:
     """The next piece of a phase's work."""
-    return add_atomically(counters_at, 1)
+    return add_atomically(counters_at + LINE, 1)
 
 
 @njit(error_model="numpy")  # type: ignore[untyped-decorator]
 def finish(counters_at: int, pieces: int) -> None:
     """Say that pieces of a phase's work are done."""
-    add_atomically(counters_at + COUNTER_BYTES // 2, pieces)
+    add_atomically(counters_at, pieces)
 
 
 @njit(error_model="numpy")  # type: ignore[untyped-decorator]
-def wait(counters_at: int, pieces: int) -> Any:
+def wait(counters_at: int, pieces: int, threads: int) -> Any:
     """Wait until others have done what they took of ``pieces``; where the next phase's counters are."""
     looks = 0
-    while read_atomically(counters_at + COUNTER_BYTES // 2) < pieces:
+    while read_atomically(counters_at) < pieces:
         looks += 1
         if looks % _LOOKS != 0:
             pause()
         else:
             yield_core()
-    return counters_at + COUNTER_BYTES
+    return counters_at + (threads + 1) * LINE
 
 
 @njit(error_model="numpy")  # type: ignore[untyped-decorator]
 def multiply(
-    q_at: int, rows: int, groups: int, weights_at: int, bias_at: int, y_at: int, width: int, counters_at: int
-) -> Any:
+    q_at: int, rows: int, groups: int, weights_at: int, bias_at: int, y_at: int, width: int, counters_at: int,
+    threads: int, thread: int,
+) -> Any:  # fmt: skip
     """One phase: products of quantised rows with all weights, ``width`` columns of float32.
 
     Args:
@@ -119,20 +121,23 @@ def multiply(
     sums_at = scales_at + rows * groups * 4
     blocks = width // COLUMNS
     done = 0
-    while True:  # numba has no assignments in conditions
-        block = take(counters_at)
-        if block >= blocks:
-            break
-        block_at = weights_at + block * groups * GROUP_BYTES
-        for row in range(0, rows, ROWS):
-            dot_products(
-                min(rows - row, ROWS), q_at + row * x_step, x_step, scales_at + row * groups * 4,
-                sums_at + row * groups * 4, groups * 4, groups, block_at, bias_at + block * COLUMNS * 4,
-                y_at + (row * width + block * COLUMNS) * 4, width * 4,
-            )  # fmt: skip
-        done += 1
+    for turn in range(threads):  # the thread's own part first, which is one stream of memory, then what others left
+        owner = (thread + turn) % threads
+        begin, end = owner * blocks // threads, (owner + 1) * blocks // threads
+        while True:  # numba has no assignments in conditions
+            block = begin + add_atomically(counters_at + (1 + owner) * LINE, 1)
+            if block >= end:
+                break
+            block_at = weights_at + block * groups * GROUP_BYTES
+            for row in range(0, rows, ROWS):
+                dot_products(
+                    min(rows - row, ROWS), q_at + row * x_step, x_step, scales_at + row * groups * 4,
+                    sums_at + row * groups * 4, groups * 4, groups, block_at, bias_at + block * COLUMNS * 4,
+                    y_at + (row * width + block * COLUMNS) * 4, width * 4,
+                )  # fmt: skip
+            done += 1
     finish(counters_at, done)
-    return wait(counters_at, blocks)
+    return wait(counters_at, blocks, threads)
 
 
 @njit(error_model="numpy")  # type: ignore[untyped-decorator]
@@ -146,16 +151,21 @@ def quantise(x_at: int, row: int, rows: int, size: int, q_at: int) -> None:
 
 @lru_cache
 def _kernel(source: str = SOURCE) -> Callable[..., bool]:
-    def linear(x_at, rows, size, q_at, weights_at, bias_at, y_at, width, counters_at):  # type: ignore[no-untyped-def]
+    def linear(  # type: ignore[no-untyped-def]
+        x_at, rows, size, q_at, weights_at, bias_at, y_at, width, counters_at, threads
+    ):  # fmt: skip
         _ = source
+        thread = add_atomically(counters_at, 1)
+        counters_at += LINE
         while True:
             row = take(counters_at)
             if row >= rows:
                 break
             quantise(x_at + row * size * 4, row, rows, size, q_at)
             finish(counters_at, 1)
-        counters_at = wait(counters_at, rows)
-        multiply(q_at, rows, (size + GROUP - 1) // GROUP, weights_at, bias_at, y_at, width, counters_at)
+        counters_at = wait(counters_at, rows, threads)
+        groups = (size + GROUP - 1) // GROUP
+        multiply(q_at, rows, groups, weights_at, bias_at, y_at, width, counters_at, threads, thread)
         return True
 
     kernel: Callable[..., bool] = remembered(linear)
