@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from functools import lru_cache
 
 import torch
@@ -14,6 +13,7 @@ from dspark.models.attention import AttentionPlan, attend
 from dspark.models.block_tables import BlockTables
 from dspark.models.config import DecoderConfig
 from dspark.models.decoder_kernel import DecoderKernel
+from dspark.models.decoder_layer import DecoderLayer
 from dspark.models.fingerprint import Fingerprint
 from dspark.models.int8_intrinsics import has_dot_products
 from dspark.models.int8_linear import GroupedInt8Linear
@@ -29,22 +29,6 @@ _ACTIVATIONS: Mapping[str, Callable[[torch.Tensor], torch.Tensor]] = {
 }
 _log = logging.getLogger("dspark")
 COMPUTE_DTYPES = ("float32", "bfloat16", "int8")
-
-
-@dataclass(frozen=True, slots=True)
-class _Layer:
-    """Weights of one decoder layer; projections that read the same input are one matrix."""
-
-    attention_norm_H: torch.Tensor
-    qkv: Linear
-    qk_norm_hD: torch.Tensor | None
-    output: Linear
-    post_attention_norm_H: torch.Tensor | None
-    mlp_norm_H: torch.Tensor
-    gate_up: Linear
-    down: Linear
-    post_mlp_norm_H: torch.Tensor | None
-    is_sliding: bool
 
 
 class Decoder:
@@ -202,7 +186,7 @@ class Decoder:
 
     def _attention(
         self,
-        layer: _Layer,
+        layer: DecoderLayer,
         index: int,
         x_NH: torch.Tensor,
         rope: tuple[torch.Tensor, torch.Tensor],
@@ -238,7 +222,7 @@ class Decoder:
         weight = reader.take(name, (size,))
         return weight + 1.0 if self._config.norm_adds_one else weight
 
-    def _read_layer(self, reader: _WeightReader, index: int) -> _Layer:
+    def _read_layer(self, reader: _WeightReader, index: int) -> DecoderLayer:
         c = self._config
         prefix = f"model.layers.{index}"
         q_size, kv_size = c.num_heads * c.head_dim, c.num_kv_heads * c.head_dim
@@ -260,7 +244,7 @@ class Decoder:
             q_norm_D, k_norm_D = (norm(f"self_attn.{n}_norm", c.head_dim) for n in ("q", "k"))
             qk_norm_hD = torch.cat([q_norm_D.expand(c.num_heads, -1), k_norm_D.expand(c.num_kv_heads, -1)])
         attention = tuple(f"self_attn.{n}_proj" for n in "qkv")
-        return _Layer(
+        return DecoderLayer(
             attention_norm_H=norm("input_layernorm"),
             qkv=projection(attention, (q_size, kv_size, kv_size), c.hidden_size, c.qkv_bias),
             qk_norm_hD=qk_norm_hD,

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from functools import lru_cache
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
@@ -21,9 +21,11 @@ from dspark.models.attention import AttentionPlan
 from dspark.models.attention_kernel import attention_kernel
 from dspark.models.compiling import SOURCE, remembered
 from dspark.models.config import DecoderConfig
+from dspark.models.decoder_layer import DecoderLayer
 from dspark.models.int8_intrinsics import GROUP, add_atomically, call_attention
 from dspark.models.int8_linear import LINE, GroupedInt8Linear, finish, multiply, quantise, take, wait
 from dspark.models.kv_cache import KVCache
+from dspark.models.linear import Linear
 from dspark.models.row_kernels import activate_row, add_row, copy_row, norm_row, rotate_head
 from dspark.models.threads import run_together
 from dspark.models.vector_intrinsics import pointer
@@ -38,29 +40,14 @@ _WHOLE = 2**62  # a window that sees everything
 ) = range(14)  # fmt: skip
 
 
-class Int8Layer(Protocol):
-    """What the compiled pass reads of a decoder layer."""
-
-    attention_norm_H: torch.Tensor
-    qkv: Any
-    qk_norm_hD: torch.Tensor | None
-    output: Any
-    post_attention_norm_H: torch.Tensor | None
-    mlp_norm_H: torch.Tensor
-    gate_up: Any
-    down: Any
-    post_mlp_norm_H: torch.Tensor | None
-    is_sliding: bool
-
-
 class DecoderKernel:
     """Runs the layers of a decoder whose linear layers are :class:`GroupedInt8Linear`, in float32 between them."""
 
-    def __init__(self, config: DecoderConfig, layers: Sequence[Int8Layer], final_norm_H: torch.Tensor) -> None:
+    def __init__(self, config: DecoderConfig, layers: Sequence[DecoderLayer], final_norm_H: torch.Tensor) -> None:
         self._config = config
         self._held = (list(layers), final_norm_H)  # their memory must outlive the addresses
         self._table = np.array([_addresses(layer) for layer in layers], dtype=np.int64)
-        linears = (layers[0].qkv, layers[0].output, layers[0].gate_up, layers[0].down)
+        linears = [_packed(linear) for linear in (layers[0].qkv, layers[0].output, layers[0].gate_up, layers[0].down)]
         self._widths = tuple(linear.padded_out for linear in linears)
         self._groups = max(linear.packed.shape[1] for linear in linears)
         self._attention = attention_kernel(config.head_dim, config.num_heads // config.num_kv_heads)
@@ -119,12 +106,17 @@ class DecoderKernel:
         return out_NH, taps_NT
 
 
-def _addresses(layer: Int8Layer) -> list[int]:
+def _packed(linear: Linear) -> GroupedInt8Linear:
+    assert isinstance(linear, GroupedInt8Linear)
+    return linear
+
+
+def _addresses(layer: DecoderLayer) -> list[int]:
     def address(tensor: torch.Tensor | None) -> int:
         return 0 if tensor is None else tensor.data_ptr()
 
-    def linear(linear: GroupedInt8Linear) -> tuple[int, int]:
-        return address(linear.packed), address(linear.bias)
+    def linear(linear: Linear) -> tuple[int, int]:
+        return address(_packed(linear).packed), address(_packed(linear).bias)
 
     return [
         address(layer.attention_norm_H), *linear(layer.qkv), address(layer.qk_norm_hD), *linear(layer.output),

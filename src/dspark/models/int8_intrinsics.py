@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 from llvmlite import binding, ir
 from numba import types
-from numba.core import cgutils
+from numba.core import cgutils, config
 from numba.extending import intrinsic
 
 GROUP = 32
@@ -28,7 +29,9 @@ _HALVES = ir.VectorType(ir.IntType(16), LANES)
 
 
 def has_dot_products() -> bool:
-    """Whether this processor multiplies and sums 8-bit numbers in one instruction (AVX512-VNNI)."""
+    """Whether code compiled here may multiply and sum 8-bit numbers in one instruction (AVX512-VNNI)."""
+    if config.CPU_NAME is not None or not hasattr(os, "sched_yield"):  # code for another processor was asked for
+        return False
     features = binding.get_host_cpu_features()
     return bool(features.get("avx512vnni") and features.get("avx512bw"))
 
