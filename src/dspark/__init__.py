@@ -5,10 +5,15 @@ The public names below are imported on first use, so that ``import dspark`` is i
 
 from __future__ import annotations
 
+import os
 from importlib import import_module
 from typing import TYPE_CHECKING
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
+
+# GNU OpenMP, which torch brings, reads it when it is loaded. By default its threads keep their cores busy for
+# milliseconds after each of torch's operations, and the threads of compiled passes wait for these cores.
+os.environ.setdefault("GOMP_SPINCOUNT", "2000")
 
 if TYPE_CHECKING:
     from dspark.decoding.settings import SamplingSettings as SamplingSettings

@@ -48,6 +48,8 @@ class TargetSizes:
 class FakeTarget:
     """Only what a drafter takes from a target."""
 
+    compute_dtype = "float32"
+
     def __init__(self, sizes: TargetSizes | None = None) -> None:
         self.config = sizes or TargetSizes()
         generator = torch.Generator().manual_seed(1)

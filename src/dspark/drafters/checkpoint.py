@@ -19,6 +19,7 @@ from dspark.drafters.calibration_file import (
     read_calibration,
 )
 from dspark.drafters.config import DrafterConfig
+from dspark.drafters.dspark import DSparkDrafter
 from dspark.drafters.initialization import check_target, vocabulary_maps
 from dspark.drafters.protocol import DraftTarget
 from dspark.drafters.registry import TrainableDrafter, new_drafter, read_config
@@ -47,8 +48,9 @@ def load_drafter(
         target: The model it drafts for. Checked against the drafter, and the source of ``embed_tokens`` and
             ``lm_head`` where the file has none.
         device: Where to put the parameters.
-        dtype: Floating-point type to run in; by default the one of the file. Drafts need no precision, and a small
-            type keeps them fast, also beside a target in float32.
+        dtype: Floating-point type to run in; by default the one of the file, with products in int8 where the target has
+            them and the drafter can (`DSparkDrafter.can_compute_in_int8`). Drafts need no precision, and a small type
+            keeps them fast, also beside a target in float32.
         calibrated: Whether to attach ``calibration.json``; without it, as for training and for fitting a new one,
             confidences are raw.
 
@@ -72,6 +74,7 @@ def load_drafter(
     _complete_vocabulary(path, config, stored)
     _complete_from_target(path, config, stored, target)
     _check_tensors(path, stored, expected)
+    follows_target = dtype is None
     dtype = stored["norm.weight"].dtype if dtype is None else dtype
     tensors = {
         name: tensor.to(device=device, dtype=dtype if expected[name].is_floating_point() else expected[name].dtype)
@@ -80,6 +83,9 @@ def load_drafter(
     drafter.load_state_dict(tensors, assign=True)
     drafter.embed_tokens.requires_grad_(False)
     drafter.lm_head.requires_grad_(False)
+    wants_int8 = follows_target and target is not None and target.compute_dtype == "int8"
+    if wants_int8 and isinstance(drafter, DSparkDrafter) and drafter.can_compute_in_int8:
+        drafter.compute_in_int8()
     if calibrated:
         drafter.calibration = attached_calibration(
             directory, drafter, block_size=config.block_size, confident=drafter.has_confidence_head

@@ -60,3 +60,8 @@ class DraftModel(nn.Module):
     def dtype(self) -> torch.dtype:
         """Type of the parameters."""
         return self.norm.weight.dtype
+
+    @property
+    def compute_dtype(self) -> str:
+        """What drafts are computed in: the parameters' type, or ``int8``."""
+        return str(self.dtype).removeprefix("torch.")

@@ -14,17 +14,19 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from dspark.drafters.backbone import DraftLayer, FusedWeights
+from dspark.drafters.backbone import DraftLayer
 from dspark.drafters.cache import DrafterCache, WaitingContext, check_proposal, position_range, reserve_extension
 from dspark.drafters.confidence import ConfidenceHead
+from dspark.drafters.decoding import DraftComputation, FloatComputation, Int8Computation
 from dspark.drafters.draft_model import DraftModel
 from dspark.drafters.dspark_config import DSparkConfig
 from dspark.drafters.layers import RopeTables, project_taps, rms_norm
 from dspark.drafters.packing import BlockLayout, PackedBlocks
 from dspark.drafters.protocol import DraftBlock, DraftSampler, stack_distributions
 from dspark.drafters.sequential import HEADS, SequentialHead, corrected_logits, embed_previous
-from dspark.models.attention import AttentionPlan, attend
+from dspark.models.attention import AttentionPlan
 from dspark.models.block_tables import BlockTables
+from dspark.models.int8_intrinsics import has_dot_products
 from dspark.models.rope import rotate
 from dspark.types import Segment
 
@@ -60,7 +62,7 @@ class DSparkDrafter(DraftModel):
             if config.enable_confidence_head:
                 rank = config.markov_rank if config.confidence_head_with_markov else 0
                 self.confidence_head = ConfidenceHead(hidden_size, rank)
-        self._fused: FusedWeights | None = None
+        self._computation: DraftComputation = FloatComputation(self)
         self._rope = RopeTables(config)
 
     @property
@@ -72,6 +74,29 @@ class DSparkDrafter(DraftModel):
     def needs_whole_blocks(self) -> bool:
         """Whether `teacher_forced` looks at a slot's whole block: the recurrent head does."""
         return self.config.markov_head_type == "rnn"
+
+    @property
+    def can_compute_in_int8(self) -> bool:
+        """Whether `compute_in_int8` is possible: on a CPU with the instructions for it, for heads of 8 n dimensions."""
+        return self.device.type == "cpu" and has_dot_products() and self.config.head_dim % 8 == 0
+
+    def compute_in_int8(self) -> None:
+        """Draft in int8 from now on, with a copy of the weights as they are now: for a drafter that is not trained.
+
+        Raises:
+            ValueError: it cannot (`can_compute_in_int8`).
+        """
+        if not self.can_compute_in_int8:
+            raise ValueError(
+                "int8 needs a CPU with AVX512-VNNI and head_dim divisible by 8 "
+                f"(device {self.device}, head_dim {self.config.head_dim})"
+            )
+        self._computation = Int8Computation(self)
+
+    @property
+    def compute_dtype(self) -> str:
+        """What drafts are computed in: the parameters' type, or ``int8``."""
+        return "int8" if isinstance(self._computation, Int8Computation) else super().compute_dtype
 
     # ---- decoding ----------------------------------------------------------------------------------------------------
 
@@ -118,14 +143,8 @@ class DSparkDrafter(DraftModel):
         """Compute and store the keys and values of what waits, in every draft layer (SPEC eq. 2-3)."""
         if not cache.waiting:
             return
-        config, fused = self.config, self._fused_weights()
         waiting, cache.waiting = cache.waiting, []
-        context_NH = self._context(torch.cat([context.taps_NT for context in waiting]))
-        first_key_row = config.num_attention_heads * config.head_dim
-        kv_LNO = torch.stack([F.linear(context_NH, qkv_OH[first_key_row:]) for qkv_OH in fused.qkv_LOH])
-        keys, values = kv_LNO.view(*kv_LNO.shape[:2], 2, config.num_key_value_heads, config.head_dim).unbind(2)
-        norms_L11d = fused.head_norms_L2d[:, 1, None, None]
-        keys = F.rms_norm(keys, (config.head_dim,), None, config.rms_norm_eps) * norms_L11d
+        keys, values = self._computation.context(torch.cat([context.taps_NT for context in waiting]))
         positions_N = torch.cat([context.places.positions_N for context in waiting])
         last_position = max(context.places.last_position for context in waiting)
         keys = rotate(keys, *self._rope.like(keys).lookup(positions_N, last_position))
@@ -165,8 +184,9 @@ class DSparkDrafter(DraftModel):
         self._write_context(cache)
         hidden_RGH = self._draft_hidden(cache, slots, anchors_R)[:, :count]
         # Flat rows: for a part of a block a linear layer would else work row by row, and copy its weights for each.
-        base_ND = F.linear(hidden_RGH.reshape(-1, hidden_RGH.shape[-1]), self.lm_head.weight)
-        base_RGD = base_ND.view(len(slots), count, -1).float()
+        base_ND = self._computation.base_logits(hidden_RGH.reshape(-1, hidden_RGH.shape[-1]))
+        base_RGD = base_ND.view(len(slots), count, -1)
+        hidden_RGH = hidden_RGH.to(self.dtype)  # what the heads have
         draft_ids_D = self.draft_token_ids_D
         head = self._head
         known = torch.empty(len(slots), count + 1, dtype=torch.int64, device=self.device)  # x_0 .. x_G
@@ -178,7 +198,7 @@ class DSparkDrafter(DraftModel):
             if head is not None:
                 embedding_Rr = embed_previous(head, known[:, k])
                 features_Rr, state = head.step_features(embedding_Rr, hidden_RGH[:, k], state)
-                logits_RD = corrected_logits(head, logits_RD, features_Rr)
+                logits_RD = self._computation.corrected(logits_RD, features_Rr)
             columns_R, probs_RD = sample(k, logits_RD, known[:, 1 : k + 1])
             known[:, k + 1] = columns_R if draft_ids_D is None else draft_ids_D[columns_R]
             distributions.append(probs_RD)
@@ -190,44 +210,15 @@ class DSparkDrafter(DraftModel):
 
     def _draft_hidden(self, cache: DrafterCache, slots: Sequence[int], anchors_R: Tensor) -> Tensor:
         """Backbone states ``[R, G, H]`` of the predicting slots, after the final norm."""
-        config, fused = self.config, self._fused_weights()
+        config = self.config
         rows, inputs = len(slots), config.num_block_inputs
-        heads, kv_heads, head_dim = config.num_attention_heads, config.num_key_value_heads, config.head_dim
-        eps, hidden_size = config.rms_norm_eps, config.hidden_size
         ids_RI = torch.full((rows, inputs), config.mask_token_id, dtype=torch.int64, device=self.device)
         ids_RI[:, 0] = anchors_R
-        hidden = F.embedding(ids_RI.view(-1), self.embed_tokens.weight)
+        embedded = F.embedding(ids_RI.view(-1), self.embed_tokens.weight).to(self._computation.dtype)
         plan = AttentionPlan(cache.blocks(slots, inputs), cache, causal=False)
-        cos, sin = self._rope.like(hidden).lookup(plan.places.positions_N, plan.places.last_position)
-        # Query and key heads stand side by side, so that one norm and one rotation serve both.
-        norms_Lhd = torch.cat(
-            (
-                fused.head_norms_L2d[:, :1].expand(-1, heads, -1),
-                fused.head_norms_L2d[:, 1:].expand(-1, kv_heads, -1),
-            ),
-            dim=1,
-        )
-        num_rotated = (heads + kv_heads) * head_dim
-        for index, layer in enumerate(self._draft_layers):
-            normed = rms_norm(hidden, layer.input_layernorm)
-            qkv_NO = F.linear(normed, fused.qkv_LOH[index])
-            qk_Nhd = qkv_NO[:, :num_rotated].view(-1, heads + kv_heads, head_dim)
-            qk_Nhd = rotate(F.rms_norm(qk_Nhd, (head_dim,), None, eps) * norms_Lhd[index], cos, sin)
-            mixed_Nhd = attend(
-                qk_Nhd[:, :heads],
-                qk_Nhd[:, heads:],
-                qkv_NO[:, num_rotated:].view(-1, kv_heads, head_dim),
-                cache.keys[index],
-                cache.values[index],
-                plan,
-                scale=head_dim**-0.5,
-            )
-            hidden = hidden + F.linear(mixed_Nhd.flatten(1), layer.self_attn.o_proj.weight)
-            normed = rms_norm(hidden, layer.post_attention_layernorm)
-            gate, up = F.linear(normed, fused.gate_up_LOH[index]).chunk(2, dim=-1)
-            hidden = hidden + F.linear(F.silu(gate) * up, layer.mlp.down_proj.weight)
-        predicting = hidden.view(rows, inputs, hidden_size)[:, inputs - self.block_size :]
-        return rms_norm(predicting, self.norm)
+        rope = self._rope.like(embedded).lookup(plan.places.positions_N, plan.places.last_position)
+        hidden = self._computation.hidden(embedded, rope, plan, cache)
+        return hidden.view(rows, inputs, -1)[:, inputs - self.block_size :]
 
     # ---- training ----------------------------------------------------------------------------------------------------
 
@@ -294,12 +285,3 @@ class DSparkDrafter(DraftModel):
     @property
     def _head(self) -> SequentialHead | None:
         return self.markov_head if self.config.markov_rank > 0 else None
-
-    @property
-    def _draft_layers(self) -> list[DraftLayer]:
-        return cast(list[DraftLayer], list(self.layers))
-
-    def _fused_weights(self) -> FusedWeights:
-        if self._fused is None or not self._fused.is_current(self.layers):
-            self._fused = FusedWeights.build(self.layers)
-        return self._fused

@@ -115,10 +115,13 @@ class TargetDimensions(Protocol):
 
 
 class DraftTarget(Protocol):
-    """What a drafter shares with its target: sizes, embedding and LM head."""
+    """What a drafter shares with its target: sizes, embedding and LM head; and the type that the target computes in."""
 
     @property
     def config(self) -> TargetDimensions: ...
+
+    @property
+    def compute_dtype(self) -> str: ...
 
     @property
     def embedding_weight_VH(self) -> Tensor: ...

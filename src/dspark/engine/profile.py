@@ -114,6 +114,7 @@ def profile_key(target: LoadedTarget, drafter: TrainableDrafter, *, max_concurre
     """The key of this process, on this machine, with these models."""
     dtype = str(drafter.dtype).removeprefix("torch.")
     config = json.dumps(drafter.config.to_dict(dtype), sort_keys=True)
+    digest = hashlib.sha256(config.encode()).hexdigest()[:16]
     return ProfileKey(
         hardware=hardware_name(target.model.device),
         cores=_usable_cores(),
@@ -122,7 +123,7 @@ def profile_key(target: LoadedTarget, drafter: TrainableDrafter, *, max_concurre
         fingerprint=target.model.fingerprint,
         implementation=target.implementation,
         dtype=target.model.compute_dtype,
-        drafter=f"{drafter_kind(drafter.config)}, {dtype}, {hashlib.sha256(config.encode()).hexdigest()[:16]}",
+        drafter=f"{drafter_kind(drafter.config)}, {drafter.compute_dtype}, {digest}",
         block_size=drafter.block_size,
         torch=torch.__version__,
         dspark=__version__,

@@ -13,7 +13,7 @@ from dspark.models.attention import AttentionPlan, attend
 from dspark.models.block_tables import BlockTables
 from dspark.models.config import DecoderConfig
 from dspark.models.decoder_kernel import DecoderKernel
-from dspark.models.decoder_layer import DecoderLayer
+from dspark.models.decoder_layer import DecoderLayer, LayersShape
 from dspark.models.fingerprint import Fingerprint
 from dspark.models.int8_intrinsics import has_dot_products
 from dspark.models.int8_linear import GroupedInt8Linear
@@ -82,7 +82,17 @@ class Decoder:
         self._sliding_rope = RopeTable(c.sliding_rope, self._dtype, self._device) if c.sliding_rope else self._rope
         self._kernel: DecoderKernel | None = None
         if self._is_compiled and c.head_dim % 8 == 0:
-            self._kernel = DecoderKernel(c, self._layers, self._final_norm_H)
+            shape = LayersShape(
+                num_layers=c.num_layers,
+                intermediate_size=c.intermediate_size,
+                num_heads=c.num_heads,
+                num_kv_heads=c.num_kv_heads,
+                head_dim=c.head_dim,
+                norm_eps=c.norm_eps,
+                query_scale=c.query_scale,
+                activation=c.activation,
+            )
+            self._kernel = DecoderKernel(shape, self._layers, self._final_norm_H)
 
     @property
     def config(self) -> DecoderConfig:

@@ -20,8 +20,7 @@ from numba.np.numpy_support import carray
 from dspark.models.attention import AttentionPlan
 from dspark.models.attention_kernel import attention_kernel
 from dspark.models.compiling import SOURCE, remembered
-from dspark.models.config import DecoderConfig
-from dspark.models.decoder_layer import DecoderLayer
+from dspark.models.decoder_layer import DecoderLayer, LayersShape
 from dspark.models.int8_intrinsics import GROUP, add_atomically, call_attention
 from dspark.models.int8_linear import LINE, GroupedInt8Linear, finish, multiply, quantise, take, wait
 from dspark.models.kv_cache import KVCache
@@ -43,14 +42,14 @@ _WHOLE = 2**62  # a window that sees everything
 class DecoderKernel:
     """Runs the layers of a decoder whose linear layers are :class:`GroupedInt8Linear`, in float32 between them."""
 
-    def __init__(self, config: DecoderConfig, layers: Sequence[DecoderLayer], final_norm_H: torch.Tensor) -> None:
-        self._config = config
+    def __init__(self, shape: LayersShape, layers: Sequence[DecoderLayer], final_norm_H: torch.Tensor) -> None:
+        self._shape = shape
         self._held = (list(layers), final_norm_H)  # their memory must outlive the addresses
         self._table = np.array([_addresses(layer) for layer in layers], dtype=np.int64)
         linears = [_packed(linear) for linear in (layers[0].qkv, layers[0].output, layers[0].gate_up, layers[0].down)]
         self._widths = tuple(linear.padded_out for linear in linears)
         self._groups = max(linear.packed.shape[1] for linear in linears)
-        self._attention = attention_kernel(config.head_dim, config.num_heads // config.num_kv_heads)
+        self._attention = attention_kernel(shape.head_dim, shape.num_heads // shape.num_kv_heads)
         self._kernel = _kernel()
 
     def __call__(
@@ -68,7 +67,7 @@ class DecoderKernel:
             x_NH: float32, is written to.
             rope, sliding_rope: float32 ``[N, 1, D]`` as :meth:`~dspark.models.rope.RopeTable.lookup` returns them.
         """
-        c, threads = self._config, torch.get_num_threads()
+        c, threads = self._shape, torch.get_num_threads()
         rows, hidden = x_NH.shape
         layers = sorted(set(tap_layers))
         taps_NT = torch.empty(rows, hidden * len(layers))

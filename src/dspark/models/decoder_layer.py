@@ -1,4 +1,4 @@
-"""The weights of one decoder layer."""
+"""The weights of one decoder layer, and what is the same in all of them."""
 
 from __future__ import annotations
 
@@ -23,3 +23,17 @@ class DecoderLayer:
     down: Linear
     post_mlp_norm_H: torch.Tensor | None
     is_sliding: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LayersShape:
+    """Sizes and settings of all layers; ``query_scale`` is the factor on attention scores."""
+
+    num_layers: int
+    intermediate_size: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    norm_eps: float
+    query_scale: float
+    activation: str

@@ -26,6 +26,8 @@ from dspark.models.row_kernels import quantise_row
 from dspark.models.threads import run_together
 
 _LOOKS = 2000  # some 50 microseconds, before the core is offered to another thread
+_SHARED_WORK = 2**23
+"""Bytes of weights, times rows, from which on a layer alone is worth waking other threads."""
 LINE = 64
 """Bytes of a line of memory. A phase has ``threads + 1`` counters, each on a line of its own."""
 
@@ -70,7 +72,7 @@ class GroupedInt8Linear:
         rows, groups = len(x_NI), self.packed.shape[1]
         y_NO = torch.empty(rows, self.padded_out)
         scratch = torch.empty(rows * groups * (GROUP + 8), dtype=torch.uint8)
-        threads = torch.get_num_threads()
+        threads = torch.get_num_threads() if rows * self.packed.numel() >= _SHARED_WORK else 1
         counters = np.zeros(LINE * (1 + 2 * (threads + 1)), np.uint8)
         arguments = (
             x_NI.data_ptr(), rows, self.size_in, scratch.data_ptr(), self.packed.data_ptr(), self.bias.data_ptr(),
