@@ -177,6 +177,17 @@ def test_a_parked_batch_probes_each_time_its_history_has_aged_and_returns_when_l
     assert set(reasons[36:]) == {"pays"}
 
 
+@pytest.mark.parametrize("policy", ADAPTIVE, ids=names(ADAPTIVE))
+def test_parked_requests_are_looked_at_again_now_and_then_and_others_at_once(policy: Policy) -> None:
+    past = past_of([[0.9], [0.9]], step=5, ids=[1, 2])
+    whys = {
+        step: policy.plan(batch_of([1, 1], step=step, ids=[1, 2]), past, CHEAP).why for step in (7, 8, 12, 13, 14, 21)
+    }
+    assert whys == {7: "pays", 8: "parked", 12: "parked", 13: "pays", 14: "parked", 21: "pays"}
+    for others in ([2], [2, 3], [1, 2, 3]):
+        assert policy.plan(batch_of([1] * len(others), step=8, ids=others), past, CHEAP).why == "pays"
+
+
 def test_nothing_to_draft() -> None:
     for policy in ADAPTIVE:
         for batch in (batch_of([0, 0]), batch_of([])):

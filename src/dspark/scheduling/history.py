@@ -65,6 +65,10 @@ class PastSurvivals:
         """
         return self._expected(batch.request_ids_R, batch.draftable_R)[0]
 
+    def is_of_the_requests_of(self, batch: StepBatch) -> bool:
+        """Whether the same requests were there, and no others."""
+        return set(batch.request_ids_R.tolist()) == set(self.request_ids_R.tolist())
+
     def averaged_with(self, before: PastSurvivals) -> PastSurvivals:
         """These survivals, averaged with those of the steps before: the newest count most."""
         expected_RG, is_known_G = before._expected(self.request_ids_R, self.lengths_R)

@@ -36,7 +36,7 @@ from dspark.scheduling.admission import (
 )
 from dspark.scheduling.batch import Drafts, FloatArray, IntArray, StepBatch, frozen_ints
 from dspark.scheduling.cost import StepCost, StepSeconds
-from dspark.scheduling.history import PastSurvivals
+from dspark.scheduling.history import DELAY_STEPS, PastSurvivals
 
 __all__ = [
     "POLICIES",
@@ -59,6 +59,9 @@ yet; it does not pay but is tried again; it does not pay; no request can use a d
 Stop = Callable[[FloatArray], int]
 
 _LONGEST = 2**31 - 1
+_LOOK_EVERY_STEPS = 8
+"""Where the same requests were not worth a draft, and nothing new is known of them, it is looked at again after so many
+steps: what changed is their contexts alone."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -258,12 +261,20 @@ def _plan(batch: StepBatch, past: PastSurvivals | None, cost: StepCost, stop: St
         return StepPlan(batch=batch, draft_lengths_R=np.zeros_like(batch.draftable_R), why="nothing to draft")
     if past is None:
         return StepPlan(batch=batch, draft_lengths_R=batch.draftable_R, why="no history")
+    is_probe = age_steps % probe_every_steps == 0
+    if (
+        age_steps > DELAY_STEPS
+        and age_steps % _LOOK_EVERY_STEPS != 0
+        and not is_probe
+        and past.is_of_the_requests_of(batch)
+    ):
+        return StepPlan(batch=batch, draft_lengths_R=np.zeros_like(batch.draftable_R), why="parked")
     best, length, budget = _best_draft(past.expected_for(batch), batch, cost, stop)
     if best > throughput(np.empty(0), batch, np.zeros_like(batch.draftable_R), cost)[0]:
         # One more than pays: what its survival is has to be known if it is to be drafted again one day.
         lengths_R = np.minimum(batch.draftable_R, length + 1)
         return StepPlan(batch=batch, draft_lengths_R=lengths_R, budget=budget, why="pays")
-    if age_steps % probe_every_steps == 0:
+    if is_probe:
         return StepPlan(batch=batch, draft_lengths_R=batch.draftable_R, budget=budget, why="probe")
     return StepPlan(batch=batch, draft_lengths_R=np.zeros_like(batch.draftable_R), why="parked")
 
