@@ -13,6 +13,7 @@ from types import FrameType
 import uvicorn
 from fastapi import FastAPI
 
+from dspark.server.connection import KEEP_ALIVE_SECONDS, MOST_HEAD_BYTES, HttpConnection
 from dspark.server.settings import ServerSettings
 from dspark.server.state import Lifecycle
 
@@ -20,7 +21,6 @@ __all__ = ["HttpServer", "serve_until_told"]
 
 _LOOK_SECONDS = 0.25
 _FAREWELL_SECONDS = 5.0  # for answers that are complete to reach their clients
-_KEEP_ALIVE_SECONDS = 60
 _BACKLOG = 2048
 _log = logging.getLogger("dspark.server")
 
@@ -43,7 +43,10 @@ class HttpServer:
                 log_level="warning",
                 access_log=False,
                 server_header=False,
-                timeout_keep_alive=_KEEP_ALIVE_SECONDS,
+                http=HttpConnection,
+                h11_max_incomplete_event_size=MOST_HEAD_BYTES,
+                ws="none",
+                timeout_keep_alive=KEEP_ALIVE_SECONDS,
                 timeout_graceful_shutdown=int(_FAREWELL_SECONDS),
             )
         )
