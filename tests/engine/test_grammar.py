@@ -13,12 +13,13 @@ import pytest
 import torch
 from llguidance import LLMatcher
 
+import dspark.engine.grammar as grammar_module
 from dspark.decoding import SamplingSettings
 from dspark.drafters.checkpoint import load_drafter
 from dspark.engine.choice import Choice
 from dspark.engine.core import EngineCore, EngineSettings, RequestHandle
 from dspark.engine.engine import Engine
-from dspark.engine.grammar import Grammar, GrammarCompiler
+from dspark.engine.grammar import Grammar, GrammarCompiler, GrammarSource
 from dspark.engine.grammar_masks import GrammarMasks
 from dspark.engine.grammar_trial import trial_failure
 from dspark.engine.request import Request, RequestResult
@@ -275,6 +276,39 @@ def test_grammars_are_compiled_once_from_any_thread() -> None:
     assert len(made) == 4
     assert compiler.regex("[ab]+") is compiler.regex("[ab]+")
     assert compiler.regex("[ab]+") is not compiler.lark('start: "a"')
+
+
+def test_what_was_refused_is_not_tried_again_for_a_while(monkeypatch: pytest.MonkeyPatch) -> None:
+    compiler, tried = toy_compiler(), list[str]()
+
+    def failure(text: str) -> str:
+        tried.append(text)
+        return "it takes too long"
+
+    monkeypatch.setattr(grammar_module, "trial_failure", failure)
+    for _ in range(3):
+        with pytest.raises(ValueError, match="regex: it takes too long"):
+            compiler.regex("a")
+    assert len(tried) == 1
+    monkeypatch.setattr(grammar_module, "_REFUSED_SECONDS", 0.0)
+    with pytest.raises(ValueError, match="regex: it takes too long"):
+        compiler.regex("a")
+    assert len(tried) == 2
+    for number in range(300):
+        with pytest.raises(ValueError, match="it takes too long"):
+            compiler.regex(f"a{{1,{number + 1}}}")
+    assert len(compiler._refused) == 256
+
+
+def test_a_namespace_knows_nothing_of_another() -> None:
+    compiler, source = toy_compiler(), GrammarSource("regex", "[ab]+")
+    made = compiler.compile(source, namespace="one")
+    assert compiler.known(source, namespace="one") is made
+    assert compiler.known(source, namespace="two") is None
+    assert compiler.known(source) is None
+    with pytest.raises(ValueError, match="unclosed"):
+        compiler.compile(GrammarSource("regex", "(a"), namespace="one")
+    assert compiler.known(GrammarSource("regex", "(a"), namespace="two") is None
 
 
 # ---- on a real model -------------------------------------------------------------------------------------------------

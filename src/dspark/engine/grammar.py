@@ -6,8 +6,9 @@ import json
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import Any
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, Self
 
 import llguidance.hf
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
@@ -15,13 +16,62 @@ from transformers import PreTrainedTokenizerBase
 
 from dspark.engine.grammar_trial import LIMITS, trial_failure
 
-__all__ = ["Grammar", "GrammarCompiler", "GrammarState"]
+__all__ = ["Grammar", "GrammarCompiler", "GrammarError", "GrammarSource", "GrammarState"]
 
 _MOST_CHARACTERS = 2**16
 _MOST_CACHED = 256
+_REFUSED_SECONDS = 60.0  # for which a refusal stands: one for want of time may be the machine's fault
 _MOST_SECONDS = 0.25  # of a processor, for a mask, while others wait
 # Between the parts of a JSON text: one blank, or a new line that is indented. More lets small models write it for ever.
 _WHITESPACE = r"( |\n[ \t]{0,20})"
+
+
+class GrammarError(ValueError):
+    """The grammar of an answer lets it go no further: a limit of time or memory, or no token is left."""
+
+
+@dataclass(frozen=True)
+class GrammarSource:
+    """A grammar as it was written, of which equal ones are compiled once. The constructors do not compile.
+
+    Attributes:
+        kind: what it is written in.
+        text: a JSON schema, a regular expression or Lark.
+    """
+
+    kind: Literal["json_schema", "regex", "lark"]
+    text: str
+
+    @classmethod
+    def json_schema(cls, schema: Mapping[str, Any]) -> Self:
+        """Raises ValueError if it is no JSON."""
+        if not isinstance(schema, Mapping):
+            raise ValueError(f"json_schema is {schema!r}; give a JSON object")
+        try:
+            return cls("json_schema", json.dumps(schema, allow_nan=False))
+        except (TypeError, ValueError, RecursionError) as error:
+            raise ValueError(f"json_schema is not JSON: {error}") from error
+
+    @classmethod
+    def json_object(cls) -> Self:
+        """Any JSON object."""
+        return cls.json_schema({"type": "object"})
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.text, str):
+            raise ValueError(f"{self.kind} is {self.text!r}; it must be a text")
+        if len(self.text) > _MOST_CHARACTERS:
+            raise ValueError(f"{self.kind} has {len(self.text)} characters; it must have at most {_MOST_CHARACTERS}")
+
+    def for_llguidance(self) -> str:
+        """As llguidance reads it. Raises ValueError where it sees that it cannot."""
+        if self.kind == "regex":
+            return LLMatcher.grammar_from_regex(self.text)
+        if self.kind == "lark":
+            return LLMatcher.grammar_from_lark(self.text)
+        return LLMatcher.grammar_from_json_schema(
+            self.text, defaults={"whitespace_pattern": _WHITESPACE}, overrides={"lenient": False}
+        )
 
 
 class Grammar:
@@ -58,18 +108,19 @@ class GrammarState:
         """Take in tokens that the answer has got.
 
         Raises:
-            ValueError: the grammar does not allow them, or has come to a limit of time or memory.
+            GrammarError: the grammar does not allow them, or has come to a limit of time or memory.
         """
         # One by one: a list may not begin with a stop token where nothing else is possible.
         if not all(self.matcher.consume_token(token) for token in token_ids):
-            raise ValueError(f"grammar: {_brief(self.matcher.get_error())}")
+            raise GrammarError(f"grammar: {_brief(self.matcher.get_error())}")
 
 
 class GrammarCompiler:
     """Compiles grammars for one tokenizer, and keeps what it compiled. Safe to use from any thread.
 
     Whoever writes a grammar may mean harm. Its text is limited; a process apart tries it first, so that a crash or an
-    endless compilation costs nothing; steps and memory of what is compiled are limited as well.
+    endless compilation costs nothing; steps and memory of what is compiled are limited as well; and what was refused is
+    not tried again for a while.
 
     Args:
         tokenizer: a fast one with a byte-level or byte-fallback vocabulary.
@@ -83,11 +134,12 @@ class GrammarCompiler:
         self._stop_token_ids = frozenset(stop_token_ids)
         self._constrainable: LLTokenizer | None = None
         self._lock = threading.Lock()
-        self._compiled: OrderedDict[str, Grammar] = OrderedDict()
+        self._compiled: OrderedDict[tuple[str, GrammarSource], Grammar] = OrderedDict()
+        self._refused: OrderedDict[tuple[str, GrammarSource], tuple[str, float]] = OrderedDict()
 
     def json_object(self) -> Grammar:
         """Any JSON object."""
-        return self.json_schema({"type": "object"})
+        return self.compile(GrammarSource.json_object())
 
     def json_schema(self, schema: Mapping[str, Any]) -> Grammar:
         """JSON that a schema accepts, with properties in its order and little whitespace.
@@ -95,20 +147,7 @@ class GrammarCompiler:
         Raises:
             ValueError: the schema is not valid, says what cannot be enforced, accepts nothing, or is too large.
         """
-        name = "json_schema"
-        if not isinstance(schema, Mapping):
-            raise ValueError(f"{name} is {schema!r}; give a JSON object")
-        try:
-            text = json.dumps(schema, allow_nan=False)
-        except (TypeError, ValueError, RecursionError) as error:
-            raise ValueError(f"{name} is not JSON: {error}") from error
-
-        def written() -> str:
-            return LLMatcher.grammar_from_json_schema(
-                text, defaults={"whitespace_pattern": _WHITESPACE}, overrides={"lenient": False}
-            )
-
-        return self._grammar(name, text, written)
+        return self.compile(GrammarSource.json_schema(schema))
 
     def regex(self, pattern: str) -> Grammar:
         """Text that a regular expression matches as a whole (syntax of Rust's ``regex``: no look-around).
@@ -116,7 +155,7 @@ class GrammarCompiler:
         Raises:
             ValueError: it is not valid, matches nothing, or is too large.
         """
-        return self._grammar("regex", pattern, lambda: LLMatcher.grammar_from_regex(pattern))
+        return self.compile(GrammarSource("regex", pattern))
 
     def lark(self, text: str) -> Grammar:
         """Text of a context-free grammar in llguidance's variant of Lark's syntax.
@@ -124,29 +163,53 @@ class GrammarCompiler:
         Raises:
             ValueError: it is not valid, matches nothing, or is too large.
         """
-        return self._grammar("lark", text, lambda: LLMatcher.grammar_from_lark(text))
+        return self.compile(GrammarSource("lark", text))
 
-    def _grammar(self, name: str, text: str, written: Callable[[], str]) -> Grammar:
-        if not isinstance(text, str):
-            raise ValueError(f"{name} is {text!r}; it must be a text")
-        if len(text) > _MOST_CHARACTERS:
-            raise ValueError(f"{name} has {len(text)} characters; it must have at most {_MOST_CHARACTERS}")
-        key = f"{name} {text}"
-        with self._lock:
-            if key in self._compiled:
-                self._compiled.move_to_end(key)
-                return self._compiled[key]
-        grammar = self._compile(name, written)
+    def compile(self, source: GrammarSource, *, namespace: str = "") -> Grammar:
+        """Compile a grammar, or find it if that was done already.
+
+        Args:
+            namespace: only what was compiled in this namespace is found.
+
+        Raises:
+            ValueError: it is not valid, says what cannot be enforced, accepts nothing, or takes too much; at once if it
+                has been refused in the last minute.
+        """
+        if (known := self.known(source, namespace=namespace)) is not None:
+            return known
+        key = (namespace, source)
+        try:
+            grammar = self._compile(source)
+        except ValueError as error:
+            with self._lock:
+                self._refused[key] = (str(error), time.monotonic())
+                while len(self._refused) > _MOST_CACHED:
+                    self._refused.popitem(last=False)
+            raise
         with self._lock:
             self._compiled[key] = grammar
             while len(self._compiled) > _MOST_CACHED:
                 self._compiled.popitem(last=False)
         return grammar
 
-    def _compile(self, name: str, written: Callable[[], str]) -> Grammar:
-        tokenizer = self._constrainable_tokenizer()
+    def known(self, source: GrammarSource, *, namespace: str = "") -> Grammar | None:
+        """What `compile` finds without compiling, None if that needs to be done. ValueError: as `compile`."""
+        key = (namespace, source)
+        with self._lock:
+            if key in self._compiled:
+                self._compiled.move_to_end(key)
+                return self._compiled[key]
+            if key in self._refused:
+                message, since = self._refused[key]
+                if time.monotonic() < since + _REFUSED_SECONDS:
+                    raise ValueError(message)
+                del self._refused[key]
+        return None
+
+    def _compile(self, source: GrammarSource) -> Grammar:
+        tokenizer, name = self._constrainable_tokenizer(), source.kind
         try:
-            grammar = written()
+            grammar = source.for_llguidance()
         except ValueError as error:
             raise ValueError(f"{name}: {error}") from error
         failure = trial_failure(grammar)

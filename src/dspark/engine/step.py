@@ -17,6 +17,7 @@ from dspark.drafters.cache import DrafterCache
 from dspark.drafters.protocol import DraftBlock, Drafter
 from dspark.engine.batch_sampling import VerifyRow, draft_sampler, verify_rows
 from dspark.engine.choice import Choice
+from dspark.engine.grammar import GrammarError
 from dspark.engine.grammar_masks import GrammarMasks
 from dspark.engine.logprobs import add_prompt_logprobs, logprobs_of
 from dspark.engine.request import Delta, TokenLogprob
@@ -292,7 +293,7 @@ class Stepper:
             try:
                 delta = row.choice.append(outcome.tokens, outcome.logprobs)
                 if outcome.is_dead_end and delta.finish_reason is None:
-                    raise ValueError("grammar and logit_bias together allow no token here")
+                    raise GrammarError("grammar and logit_bias together allow no token here")
             except Exception as error:  # of its own: the others of the batch know nothing of it
                 row.choice.error = error
                 deltas.append(None)
