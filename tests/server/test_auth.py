@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 from fastapi.testclient import TestClient
 
+from dspark.engine.grammar import GrammarCompiler
 from dspark.server import middleware
 from dspark.server.settings import ServerSettings
 from tests.server.small import make_app
@@ -89,6 +90,21 @@ def test_prompts_are_reused_across_keys_unless_keys_are_separated(separate):
         assert cached_tokens(client, KEYS[0]) == 0
         assert cached_tokens(client, KEYS[0]) > 0
         assert (cached_tokens(client, KEYS[1]) > 0) is not separate
+
+
+@pytest.mark.parametrize("separate", [False, True])
+def test_grammars_are_not_compiled_twice_unless_keys_are_separated(separate, monkeypatch):
+    app, engine, _ = make_app(settings=ServerSettings(api_keys=KEYS, separate_keys=separate))
+    compiled, compile_one = [], GrammarCompiler._compile
+    monkeypatch.setattr(
+        GrammarCompiler, "_compile", lambda self, source: compiled.append(source) or compile_one(self, source)
+    )
+    with engine, TestClient(app) as client:
+        for key in (KEYS[0], KEYS[0], KEYS[1]):
+            for pattern, status in (("[ab]+", 200), ("(a", 400)):
+                body = {"prompt": "x", "max_tokens": 1, "structured_outputs": {"regex": pattern}}
+                assert client.post("/v1/completions", json=body, headers=bearer(key)).status_code == status
+    assert len(compiled) == (4 if separate else 2)
 
 
 @pytest.mark.parametrize(

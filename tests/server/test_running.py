@@ -60,6 +60,10 @@ def test_who_leaves_is_not_answered_any_more(slow, stream, n):
     assert statistics.memory.num_used_blocks == 0
     wait_until(lambda: app.state.lifecycle.num_open == 0)
     assert aborted(url) == n
+    shown = httpx2.get(f"{url}/metrics").text
+    assert ('status="499"' in shown) is not stream  # a stream had its 200 already
+    assert 'status="503"' not in shown
+    assert "dspark_requests_refused_total{" not in shown
 
 
 def test_who_leaves_while_waiting_gives_its_place_back(slow):

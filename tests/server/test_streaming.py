@@ -289,16 +289,16 @@ def test_a_slow_reader_holds_up_neither_the_engine_nor_others() -> None:
 def test_long_work_does_not_hold_up_the_loop(work: str, monkeypatch: pytest.MonkeyPatch) -> None:
     has_begun, is_done = threading.Event(), threading.Event()
 
-    def slow(*arguments: Any) -> Any:
+    def slow(*arguments: Any, **named: Any) -> Any:
         has_begun.set()
         assert is_done.wait(60)
-        return [1, 2] if work == "template" else json_object(*arguments)
+        return [1, 2] if work == "template" else compiled(*arguments, **named)
 
-    json_object = GrammarCompiler.json_object
+    compiled = GrammarCompiler.compile
     if work == "template":
         monkeypatch.setattr(chat, "chat_token_ids", slow)
     else:
-        monkeypatch.setattr(GrammarCompiler, "json_object", slow)
+        monkeypatch.setattr(GrammarCompiler, "compile", slow)
     body = asked(CHAT, response_format={"type": "json_object"})
     with slow_server() as (url, _, _):
         answers: list[int] = []

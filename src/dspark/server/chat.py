@@ -56,7 +56,7 @@ async def create_chat_completion(body: ChatRequest, request: Request, state: Cur
     """Answer a conversation."""
     with user_errors("messages"):
         check_model(state, body.model)
-        grammar = await compiled_grammar(state, body)
+        grammar = await compiled_grammar(state, request, body)
         asked = await run_in_threadpool(_asked, state, request, body, grammar)
         generations = submit(state, asked)
     if body.stream:

@@ -48,7 +48,7 @@ async def create_completion(body: CompletionRequest, request: Request, state: Cu
     """Continue one text or several, as they are."""
     with user_errors("prompt"):
         check_model(state, body.model)
-        grammar = await compiled_grammar(state, body)
+        grammar = await compiled_grammar(state, request, body)
         asked = await run_in_threadpool(_asked, state, request, body, grammar)
         generations = submit(state, asked)
     if body.stream:

@@ -14,7 +14,15 @@ from starlette.exceptions import HTTPException
 
 from dspark.engine.queue import QueueFull
 
-__all__ = ["ERROR_RESPONSES", "ApiError", "ErrorResponse", "add_error_handlers", "api_error", "first_word"]
+__all__ = [
+    "ERROR_RESPONSES",
+    "ApiError",
+    "ErrorResponse",
+    "add_error_handlers",
+    "api_error",
+    "client_gone",
+    "first_word",
+]
 
 _MOST_PROBLEMS = 5
 _LONGEST_MESSAGE = 1000
@@ -91,6 +99,11 @@ class ApiError(Exception):
         if self.status >= 500:
             return "server_error"
         return "rate_limit_error" if self.status == 429 else "invalid_request_error"
+
+
+def client_gone() -> ApiError:
+    """What nobody reads, since the client has left: for log and metrics, under nginx's number for it."""
+    return ApiError(499, "the client has gone", code="client_gone")
 
 
 def api_error(error: BaseException) -> ApiError:

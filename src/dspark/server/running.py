@@ -9,10 +9,12 @@ from contextlib import aclosing
 from fastapi import Request
 
 from dspark.engine.engine import EngineError, Generation
+from dspark.engine.grammar import GrammarError
 from dspark.engine.request import Delta
+from dspark.server.errors import ApiError
 from dspark.server.state import ServerState
 
-__all__ = ["observed"]
+__all__ = ["is_gone", "observed"]
 
 
 async def observed(state: ServerState, generation: Generation, request: Request) -> AsyncGenerator[Delta, None]:
@@ -22,6 +24,7 @@ async def observed(state: ServerState, generation: Generation, request: Request)
 
     Raises:
         EngineError: the request was lost.
+        ApiError: 400, its own grammar has ended it.
     """
     watcher = asyncio.create_task(_cancel_when_gone(request, generation))
     observation = state.metrics.observe(generation.request)
@@ -31,8 +34,10 @@ async def observed(state: ServerState, generation: Generation, request: Request)
                 observation.delta(delta)
                 yield delta
         observation.finished(generation.result())
-    except EngineError:
+    except EngineError as error:
         observation.end_open("error")
+        if isinstance(error.__cause__, GrammarError):
+            raise ApiError(400, str(error.__cause__), code="grammar_failed") from error
         raise
     finally:
         watcher.cancel()
@@ -44,4 +49,10 @@ async def _cancel_when_gone(request: Request, generation: Generation) -> None:
     """The body has been read: all that can still come from the client is that it is gone."""
     while (await request.receive())["type"] != "http.disconnect":
         pass
+    request.state.is_gone = True
     generation.cancel()
+
+
+def is_gone(request: Request) -> bool:
+    """Whether the client of a request that is `observed` has disconnected."""
+    return bool(getattr(request.state, "is_gone", False))

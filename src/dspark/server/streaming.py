@@ -16,8 +16,8 @@ from starlette.types import Receive, Scope, Send
 
 from dspark.engine.engine import Generation
 from dspark.engine.request import Delta, FinishReason
-from dspark.server.errors import ApiError, api_error
-from dspark.server.running import observed
+from dspark.server.errors import ApiError, api_error, client_gone
+from dspark.server.running import is_gone, observed
 from dspark.server.state import ServerState
 
 _MOST_PENDING = 16
@@ -55,7 +55,7 @@ async def together(
 
     Raises:
         EngineError: a request was lost.
-        ApiError: one was cancelled, because the server ends (or the client has, which then does not see this).
+        ApiError: one was cancelled: 503 because the server ends, 499 because the client has gone.
     """
     pending: asyncio.Queue[tuple[int, Delta] | Exception | None] = asyncio.Queue(_MOST_PENDING)
 
@@ -79,6 +79,8 @@ async def together(
                 case Exception() as error:
                     raise error
                 case place, delta:
+                    if delta.finish_reason == "cancelled" and is_gone(request):
+                        raise client_gone()
                     finish_reason(delta.finish_reason)
                     yield place, delta
     finally:
