@@ -225,6 +225,18 @@ def test_choices_share_their_prompt() -> None:
     assert 45 + 3 * 12 <= core.statistics().steps.prefill_tokens <= 45 + 3 * 13
 
 
+def test_choices_that_wait_take_no_memory() -> None:
+    core = make_core("off")
+    handle = core.submit(Request(prompt_ids=(4, 1, 3) * 15, max_tokens=3, n=128))
+    waiting = core.submit(Request(prompt_ids=(4, 1, 3) * 15, max_tokens=3, n=128))
+    assert len(handle.choices) == len(waiting.choices) == 1
+    core.cancel(waiting)
+    assert [completion.finish_reason for completion in result_of(waiting).completions] == ["cancelled"] * 128
+    core.run()
+    assert len(result_of(handle).completions) == 128
+    assert_empty(core)
+
+
 def test_cancelling_frees_memory_at_once() -> None:
     core = make_core()
     handles = [core.submit(Request(prompt_ids=(1,) * 30, max_tokens=50, n=2)) for _ in range(12)]

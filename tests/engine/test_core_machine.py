@@ -94,19 +94,20 @@ class CoreMachine(RuleBasedStateMachine):
         open_handles = [h for h in self.handles if not h.is_finished and h not in self.abandoned]
         assert list(core._handles.values()) == open_handles
         assert set(core._handle_of) == {c.choice_id for h in open_handles for c in h.choices}
-        # Every open choice is in one place: running, waiting, not forked yet, or finished.
+        # Every open choice that is made is in one place: running, waiting, or finished.
         waiting = list(core._queue)
         assert len(waiting) == core.num_waiting
-        unforked = [choice for handle in open_handles for choice in handle.unforked]
         ended = [c for h in open_handles for c in h.choices if c.finish_reason is not None]
-        places = [choice.choice_id for choice in (*running, *waiting, *unforked, *ended)]
+        places = [choice.choice_id for choice in (*running, *waiting, *ended)]
         assert sorted(places) == sorted(core._handle_of)
         for handle in open_handles:
-            assert handle.num_open == sum(choice.finish_reason is None for choice in handle.choices)
+            unmade = handle.request.n - len(handle.choices)
+            assert unmade in (0, handle.request.n - 1)
+            assert handle.num_open == unmade + sum(choice.finish_reason is None for choice in handle.choices)
         # Slots and blocks.
         taken = [choice.slot for choice in running]
         assert sorted([*taken, *slots._free_slots]) == list(range(core.settings.max_concurrency))
-        assert all(choice.slot is None for choice in (*waiting, *unforked, *ended))
+        assert all(choice.slot is None for choice in (*waiting, *ended))
         assert set(memory._sequences) == {choice.choice_id for choice in running}
         assert set(slots._published) <= set(memory._sequences)
         owned = [block for choice in running for block in memory.blocks(choice.choice_id)]

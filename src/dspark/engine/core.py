@@ -6,7 +6,7 @@ import math
 import time
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from transformers import PreTrainedTokenizerBase
 
@@ -67,12 +67,16 @@ class RequestHandle:
     """A request in the engine.
 
     Attributes:
+        choices: the first one alone until its prompt can be shared (`is_forked`): they take memory, however long they
+            wait.
+        first_choice_id: ids of all choices follow on one another.
         result: None until it is finished.
         error: of its own, which has ended it without a result.
     """
 
     request_id: int
     request: Request
+    first_choice_id: int
     choices: list[Choice]
     num_open: int  # choices that are not finished
     submitted_at: float
@@ -81,10 +85,14 @@ class RequestHandle:
     on_error: Callable[[Exception], None] | None
     result: RequestResult | None = None
     error: Exception | None = None
-    unforked: list[Choice] = field(default_factory=list)  # wait until the prompt of the first choice can be shared
     reused_tokens: int | None = None
     started_at: float | None = None
     first_token_at: float | None = None
+
+    @property
+    def is_forked(self) -> bool:
+        """Whether all choices are there."""
+        return len(self.choices) == self.request.n
 
     @property
     def is_finished(self) -> bool:
@@ -212,6 +220,7 @@ class EngineCore:
         handle = RequestHandle(
             request_id=self._next_request_id,
             request=request,
+            first_choice_id=self._next_choice_id,
             choices=[],
             num_open=request.n,
             submitted_at=self._clock(),
@@ -219,22 +228,12 @@ class EngineCore:
             on_result=on_result,
             on_error=on_error,
         )
-        for index in range(request.n):
-            choice = Choice(
-                request,
-                choice_id=self._next_choice_id + index,
-                index=index,
-                max_tokens=min(request.max_tokens, self.max_length - len(request.prompt_ids)),
-                drafter=self._drafter,
-                tokenizer=self._tokenizer,
-            )
-            handle.choices.append(choice)
+        handle.choices.append(self._choice(handle, 0))
         self._queue.push(handle.choices[0], request.user, is_accepted=is_accepted)
-        handle.unforked = handle.choices[1:]
         self._next_request_id += 1
         self._next_choice_id += request.n
         self._handles[handle.request_id] = handle
-        self._handle_of.update((choice.choice_id, handle) for choice in handle.choices)
+        self._handle_of[handle.first_choice_id] = handle
         return handle
 
     def check(self, request: Request) -> None:
@@ -281,7 +280,7 @@ class EngineCore:
         if self._is_delivering:
             self._to_cancel.append(handle)
             return
-        handle.unforked.clear()
+        self._fork(handle)
         for choice in handle.choices:
             if choice.finish_reason is not None:
                 continue
@@ -344,6 +343,24 @@ class EngineCore:
             steps=self._totals.copy(),
             cost=self.cost,
         )
+
+    def _choice(self, handle: RequestHandle, index: int) -> Choice:
+        request = handle.request
+        return Choice(
+            request,
+            choice_id=handle.first_choice_id + index,
+            index=index,
+            max_tokens=min(request.max_tokens, self.max_length - len(request.prompt_ids)),
+            drafter=self._drafter,
+            tokenizer=self._tokenizer,
+        )
+
+    def _fork(self, handle: RequestHandle) -> list[Choice]:
+        """Make the choices that are not there yet."""
+        made = [self._choice(handle, index) for index in range(len(handle.choices), handle.request.n)]
+        handle.choices += made
+        self._handle_of.update((choice.choice_id, handle) for choice in made)
+        return made
 
     # ---- who runs ----------------------------------------------------------------------------------------------------
 
@@ -429,10 +446,9 @@ class EngineCore:
             if handle.first_token_at is None:
                 handle.first_token_at = self._clock()
             self._deliver(handle, delta)
-        if handle.unforked and self._slots.computed(choice) >= choice.num_prompt_tokens - 1:
-            for sibling in handle.unforked:
+        if not handle.is_forked and self._slots.computed(choice) >= choice.num_prompt_tokens - 1:
+            for sibling in self._fork(handle):
                 self._queue.push_front(sibling)
-            handle.unforked = []
         if choice.finish_reason is not None:
             self._end(handle, choice)
 
@@ -453,7 +469,7 @@ class EngineCore:
         for choice in handle.choices:
             self._drop(choice)
         self._forget(handle)
-        self._finished["error"] += len(handle.choices)
+        self._finished["error"] += handle.request.n
         if handle.on_error is not None:
             handle.on_error(error)
 
