@@ -73,21 +73,21 @@ class Gate:
     def __init__(self, app: ASGIApp, *, lifecycle: Lifecycle, settings: ServerSettings) -> None:
         self._app = app
         self._lifecycle = lifecycle
-        self._keys = [key.encode() for key in settings.api_keys]
+        self._digests = [sha256(key.encode()).digest() for key in settings.api_keys]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """See `BodyLimit` for the order."""
         if scope["type"] != "http" or scope["path"] in OPEN_PATHS:
             await self._app(scope, receive, send)
             return
-        key = _sent_key(scope)
-        if self._keys and not _is_one_of(key, self._keys):
+        digest = sha256(_sent_key(scope))
+        if self._digests and not _is_one_of(digest.digest(), self._digests):
             message = "a valid API key is needed: send it as `Authorization: Bearer KEY`"
             headers = {"WWW-Authenticate": "Bearer"}
             await ApiError(401, message, code="invalid_api_key", headers=headers).response()(scope, receive, send)
             return
-        if self._keys:
-            scope.setdefault("state", {})["key_digest"] = sha256(key).hexdigest()
+        if self._digests:
+            scope.setdefault("state", {})["key_digest"] = digest.hexdigest()
         self._lifecycle.num_open += 1  # before looking: a drain that begins now waits for this one
         try:
             if (why := self._lifecycle.why_unavailable) is not None:
@@ -178,6 +178,6 @@ def _sent_key(scope: Scope) -> bytes:
     return b""
 
 
-def _is_one_of(key: bytes, keys: list[bytes]) -> bool:
-    """In a time that tells nothing of where they differ, or of which one it is."""
-    return sum(compare_digest(key, known) for known in keys) > 0
+def _is_one_of(digest: bytes, digests: list[bytes]) -> bool:
+    """In a time that tells nothing of where they differ, of how long a key is, or of which one it is."""
+    return sum(compare_digest(digest, known) for known in digests) > 0
