@@ -201,3 +201,11 @@ def test_speculation_is_reported_over_all_prompts(client: TestClient) -> None:
     answer = post(client, prompt=["once", "twice"], return_speculation=True, ignore_eos=True, max_tokens=20)
     assert answer["speculation"]["committed"] == 38
     assert answer["speculation"]["drafted"] > 0
+
+
+def test_too_many_echoed_log_probabilities_are_refused(client: TestClient) -> None:
+    body = {"prompt": [[5] * 200] * 20, "n": 20, "max_tokens": 1, "echo": True, "logprobs": 20}
+    answer = client.post("/v1/completions", json=body)
+    assert answer.status_code == 400
+    assert answer.json()["error"]["param"] == "logprobs"
+    assert "1680000" in answer.json()["error"]["message"]

@@ -31,6 +31,7 @@ from dspark.server.usage import speculation_of, usage_of
 router = APIRouter()
 
 DEFAULT_MAX_TOKENS = 16  # OpenAI's
+MOST_ECHOED_LOGPROBS = 2**20  # of all answers together: 30 MB or more, which are written out at once
 
 
 @router.post(
@@ -67,6 +68,15 @@ def _asked(
     for prompt_ids in prompts:
         check_length(state, prompt_ids, "prompt")
     if body.logprobs is not None:
+        echoed = sum(map(len, prompts)) * (body.n or 1) * (1 + body.logprobs) if body.echo else 0
+        if echoed > MOST_ECHOED_LOGPROBS:
+            raise ApiError(
+                400,
+                f"logprobs and echo ask for {echoed} log-probabilities of prompts, n times each; a request has "
+                f"{MOST_ECHOED_LOGPROBS} at most",
+                "logprobs",
+                "invalid_value",
+            )
         _ = state.token_texts  # takes a while, the first time
     max_tokens = DEFAULT_MAX_TOKENS if body.max_tokens is None else body.max_tokens
     return engine_requests(
