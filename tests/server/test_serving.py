@@ -11,7 +11,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 import httpx2
 import pytest
 
-from dspark.server.serving import HttpServer, serve_until_told
+from dspark.server.serving import HttpServer, allow_many_connections, serve_until_told
 from dspark.server.settings import ServerSettings
 from tests.server.small import make_app, wait_until
 
@@ -126,3 +126,16 @@ def test_an_address_in_use_is_an_error_that_says_what_to_do():
     serving.http.start()
     serving.http.stop()
     assert not any(thread.name == "dspark-http" for thread in threading.enumerate())
+
+
+def test_a_process_may_have_as_many_connections_as_the_system_lets():
+    resource = pytest.importorskip("resource")
+    before = _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if hard != resource.RLIM_INFINITY and hard <= 1024:
+        pytest.skip("the system lets no more")
+    try:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (1024, hard))
+        allow_many_connections()
+        assert resource.getrlimit(resource.RLIMIT_NOFILE)[0] > 1024
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, before)

@@ -150,11 +150,12 @@ def _serve(
     from dspark.engine.profile import profile_key
     from dspark.scheduling import Off
     from dspark.server.app import loading_app, metrics_of
-    from dspark.server.serving import HttpServer, serve_until_told
+    from dspark.server.serving import HttpServer, allow_many_connections, serve_until_told
     from dspark.server.state import ServerState
 
     logging.basicConfig(format=_LOG_FORMAT, level=logging.WARNING)
     logging.getLogger("dspark").setLevel(logging.INFO)
+    allow_many_connections()
     app = loading_app(settings)
     http = HttpServer(app, settings)
     http.start()

@@ -8,6 +8,7 @@ import signal
 import socket
 import threading
 import time
+from contextlib import suppress
 from types import FrameType
 
 import uvicorn
@@ -17,11 +18,12 @@ from dspark.server.connection import KEEP_ALIVE_SECONDS, MOST_HEAD_BYTES, HttpCo
 from dspark.server.settings import ServerSettings
 from dspark.server.state import Lifecycle
 
-__all__ = ["HttpServer", "serve_until_told"]
+__all__ = ["HttpServer", "allow_many_connections", "serve_until_told"]
 
 _LOOK_SECONDS = 0.25
 _FAREWELL_SECONDS = 5.0  # for answers that are complete to reach their clients
 _BACKLOG = 2048
+_MOST_FILES = 65536
 _log = logging.getLogger("dspark.server")
 
 
@@ -111,6 +113,17 @@ def _wait_for_answers(lifecycle: Lifecycle, seconds: float) -> bool:
     while lifecycle.num_open > 0 and time.monotonic() < end:
         time.sleep(0.02)
     return lifecycle.num_open == 0
+
+
+def allow_many_connections() -> None:
+    """Let the process have as many files open as it may: a connection is one, and 1,024 are few beside a queue."""
+    with suppress(ImportError, ValueError, OSError):  # where there is no such limit, or it cannot be changed
+        import resource
+
+        soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+        most = _MOST_FILES if hard == resource.RLIM_INFINITY else min(hard, _MOST_FILES)
+        if soft != resource.RLIM_INFINITY and soft < most:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
 
 
 def _listening(host: str, port: int) -> socket.socket:
