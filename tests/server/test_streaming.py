@@ -227,7 +227,8 @@ def test_a_stream_whose_reader_goes_is_cancelled(path: str) -> None:
         body["prompt"] = ["once", "twice"]
     with slow_server() as (url, engine, _):
         with httpx2.stream("POST", url + path, json=body) as response:
-            next(response.iter_lines())
+            lines = response.iter_lines()  # when the last reference to this goes, so does the connection
+            next(lines)
             assert engine.statistics().running > 0
         wait_until(lambda: engine.statistics().running + engine.statistics().waiting == 0)
         finished = engine.statistics().finished
