@@ -82,6 +82,11 @@ def test_the_answer_is_the_engines(engine: Engine, client: TestClient) -> None:
     [
         {"role": "user", "content": [{"type": "text", "text": "hel"}, {"type": "text", "text": "lo"}]},
         {"role": "user", "content": "hello", "name": "Anna", "refusal": None, "tool_calls": [], "audio": None},
+        {"role": "user", "content": "hello", "type": "text"},  # of lm-evaluation-harness
+        {
+            "role": "user",
+            "content": [{"type": "text", "text": "hello", "prompt_cache_breakpoint": {"mode": "explicit"}}],
+        },
     ],
 )
 def test_ways_to_say_the_same(client: TestClient, message: dict[str, Any]) -> None:
@@ -110,6 +115,7 @@ def test_developer_is_system(client: TestClient) -> None:
         ([{"role": "user", "content": "refuse me"}], "messages", "as you wish"),
         ([{"role": "user", "content": "x" * CONTEXT}], "messages", "tokens"),
         ([{"role": "user", "content": "x", "images": []}], "messages[0].images", "unknown parameter"),
+        ([{"role": "user", "content": "x", "type": "image"}], "messages[0].type", "text only"),
     ],
 )  # fmt: skip
 def test_conversations_that_cannot_be(client: TestClient, messages: Any, param: str, says: str) -> None:
@@ -288,6 +294,7 @@ def test_what_is_refused_names_the_parameter(client: TestClient, body: dict[str,
         {"parallel_tool_calls": True},
         {"prediction": {"type": "content", "content": "x"}},
         {"prompt_cache_key": "x", "prompt_cache_retention": "24h", "safety_identifier": "x"},
+        {"prompt_cache_options": {"mode": "implicit", "ttl": "30m"}},
         {"tools": [], "tool_choice": "auto"},
         {"functions": [], "function_call": "none"},
         {"store": False, "service_tier": "auto", "modalities": ["text"], "reasoning_effort": "none"},

@@ -11,6 +11,8 @@ from typing import Any
 import openai
 import pytest
 from openai import OpenAI
+from openai.types import completion_create_params
+from openai.types.chat import completion_create_params as chat_create_params
 from pydantic import BaseModel
 
 from dspark.decoding import SamplingSettings
@@ -20,6 +22,8 @@ from dspark.engine.loading import Parts, load_parts
 from dspark.models.embedded import NAME as MODEL
 from dspark.scheduling import Fixed
 from dspark.server.app import create_app
+from dspark.server.chat_protocol import ChatRequest
+from dspark.server.completion_protocol import CompletionRequest
 from dspark.server.settings import ServerSettings
 from tests.server.small import served
 
@@ -296,6 +300,13 @@ def test_cached_tokens(client: OpenAI) -> None:
     cached = [answer.usage.prompt_tokens_details.cached_tokens for answer in answers]  # type: ignore[union-attr]
     assert cached[0] == 0 or cached[0] < 32
     assert cached[1] > 32  # type: ignore[operator]
+
+
+def test_every_official_parameter_is_known() -> None:
+    chat = chat_create_params.CompletionCreateParamsBase.__annotations__
+    assert {*chat, "stream"} - set(ChatRequest.model_fields) == set()
+    completion = completion_create_params.CompletionCreateParamsBase.__annotations__
+    assert {*completion, "stream"} - set(CompletionRequest.model_fields) == set()
 
 
 def test_official_parameters_that_change_nothing(client: OpenAI) -> None:

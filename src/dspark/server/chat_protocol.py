@@ -18,6 +18,8 @@ class TextPart(Body):
 
     type: Annotated[Any, Only(("text",), 'only parts of type "text" are supported: no audio, images or files')]
     text: Text
+    prompt_cache_breakpoint: dict[str, Any] | None = None
+    """Without effect: what is computed is kept anyway."""
 
 
 def _parts(value: Any) -> Any:
@@ -35,6 +37,8 @@ class Message(Body):
     content: Annotated[list[TextPart], BeforeValidator(_parts, json_schema_input_type=str | list[TextPart])]
     name: Text | None = None
     """Given to the chat template, which may leave it out."""
+    type: Annotated[Any, Only((None, "text"), "messages are text only")] = None
+    """No parameter of OpenAI's, but of lm-evaluation-harness, which sends it with every message."""
     refusal: Annotated[Any, Only((None,), "refusals are not supported: put the text into content")] = None
     annotations: Annotated[Any, Only(_NOTHING, "annotations are not supported")] = None
     audio: Annotated[Any, Only((None,), _NO_MEDIA)] = None
@@ -63,6 +67,7 @@ class ChatRequest(GenerationParameters):
     parallel_tool_calls: bool | None = None
     prediction: dict[str, Any] | None = None
     prompt_cache_key: Text | None = None
+    prompt_cache_options: dict[str, Any] | None = None
     prompt_cache_retention: Text | None = None
     safety_identifier: Text | None = None
 
