@@ -41,6 +41,8 @@ if TYPE_CHECKING:
     from dspark.engine.statistics import EngineStatistics as EngineStatistics
     from dspark.models.loading import LoadedTarget as LoadedTarget
     from dspark.models.loading import load_target as load_target
+    from dspark.server.app import create_app as create_app
+    from dspark.server.settings import ServerSettings as ServerSettings
 
 _MODULES = {
     "Completion": "dspark.engine.request",
@@ -61,9 +63,11 @@ _MODULES = {
     "RequestResult": "dspark.engine.request",
     "RoundEvent": "dspark.engine.result",
     "SamplingSettings": "dspark.decoding.settings",
+    "ServerSettings": "dspark.server.settings",
     "SpeculationCounts": "dspark.engine.request",
     "SpeculationSettings": "dspark.engine.speculation",
     "TokenLogprob": "dspark.engine.request",
+    "create_app": "dspark.server.app",
     "generate": "dspark.engine.generation",
     "load_drafter": "dspark.drafters.checkpoint",
     "load_target": "dspark.models.loading",

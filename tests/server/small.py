@@ -14,7 +14,6 @@ from dspark.engine.core import EngineSettings
 from dspark.engine.engine import Engine
 from dspark.models.loading import LoadedTarget
 from dspark.models.target import TargetOutput
-from dspark.scheduling import StepRecord
 from dspark.server.app import create_app
 from dspark.server.settings import ServerSettings
 from tests.engine.confident import ConfidentTableDrafter, make_cost
@@ -53,10 +52,8 @@ class ByteTarget(TableTarget):
         return super().forward(*arguments, **named)
 
 
-def make_engine(
-    policy: str = "fixed:3", *, on_step: Callable[[StepRecord], None] | None = None, **settings: object
-) -> tuple[Engine, ByteTarget, LoadedTarget]:
-    """An engine with small memory, its model, and what it was loaded from."""
+def make_engine(policy: str = "fixed:3", **settings: object) -> tuple[Engine, ByteTarget]:
+    """An engine with small memory, and its model."""
     model = ByteTarget()
     near = (model.table_SV + 0.3 * random_table(VOCABULARY_SIZE, 1)) / 1.3
     target = LoadedTarget(
@@ -68,16 +65,15 @@ def make_engine(
     chosen = {"kv_memory_bytes": 10**6, "max_concurrency": 4, **settings}
     made = EngineSettings(**chosen)  # type: ignore[arg-type]
     drafter = ConfidentTableDrafter(near, 3)
-    engine = Engine(target, drafter, policy=policy, cost=make_cost(), settings=made, on_step=on_step)
-    return engine, model, target
+    return Engine(target, drafter, policy=policy, cost=make_cost(), settings=made), model
 
 
 def make_app(
     policy: str = "fixed:3", *, settings: ServerSettings | None = None, **engine_settings: object
 ) -> tuple[FastAPI, Engine, ByteTarget]:
     """An app that is ready. The engine is the caller's to close."""
-    engine, model, target = make_engine(policy, **engine_settings)
-    return create_app(engine, target, settings or ServerSettings()), engine, model
+    engine, model = make_engine(policy, **engine_settings)
+    return create_app(engine, settings), engine, model
 
 
 @contextmanager

@@ -25,7 +25,7 @@ PROMPT = "<u>hello<a>"
 @pytest.fixture(scope="module")
 def engine() -> Iterator[Engine]:
     """Without a server."""
-    engine, _, _ = make_engine()
+    engine, _ = make_engine()
     with engine:
         yield engine
 
@@ -85,7 +85,7 @@ def test_the_answer_is_the_engines(engine: Engine, client: TestClient) -> None:
         {"role": "user", "content": "hello", "type": "text"},  # of lm-evaluation-harness
         {
             "role": "user",
-            "content": [{"type": "text", "text": "hello", "prompt_cache_breakpoint": {"mode": "explicit"}}],
+            "content": [{"type": "text", "text": "hello", "prompt_cache_breakpoint": {"ttl": "30m"}}],
         },
     ],
 )

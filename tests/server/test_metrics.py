@@ -13,10 +13,9 @@ from fastapi.testclient import TestClient
 from prometheus_client.parser import text_string_to_metric_families
 
 from dspark.scheduling import Drafts, StepBatch, StepPlan, StepRecord, StepSeconds
-from dspark.server.app import create_app
 from dspark.server.metrics import ServerMetrics
 from dspark.server.settings import ServerSettings
-from tests.server.small import CONTEXT, make_engine, wait_until
+from tests.server.small import make_app, make_engine, wait_until
 
 DASHBOARD = Path(__file__).parents[2] / "docs" / "grafana" / "dspark.json"
 GUIDE = DASHBOARD.parents[1] / "serve.md"
@@ -65,9 +64,7 @@ class Samples:
 @pytest.fixture
 def watched():
     """A server that counts its steps, its engine and the engine's model."""
-    metrics = ServerMetrics(model_name="bytes", context=CONTEXT)
-    engine, model, target = make_engine("delayed", on_step=metrics.on_step)
-    app = create_app(engine, target, metrics=metrics)
+    app, engine, model = make_app("delayed")
     with engine, TestClient(app, raise_server_exceptions=False) as client:
         try:
             yield client, engine, model
@@ -165,7 +162,9 @@ def test_a_lost_request_counts_as_an_error(watched):
 
 
 def test_expected_acceptances_are_the_survivals_of_what_was_verified():
-    metrics = ServerMetrics(model_name="m", context=100)
+    engine, _ = make_engine()
+    engine.close()
+    metrics = ServerMetrics(engine, model_name="m")
     ids = np.array([4, 5, 6])
     batch = StepBatch(step=0, request_ids_R=ids, draftable_R=np.array([3, 3, 0]), context_tokens=9)
     plan = StepPlan(batch=batch, draft_lengths_R=np.array([3, 2, 0]), why="always")
@@ -221,6 +220,6 @@ def test_dashboard_and_guide_name_only_what_is_shown(watched):
 
 
 def test_a_named_model_is_the_label():
-    engine, _, target = make_engine()
-    with engine, TestClient(create_app(engine, target, ServerSettings(model_name="ours"))) as client:
+    app, engine, _ = make_app(settings=ServerSettings(model_name="ours"))
+    with engine, TestClient(app) as client:
         assert 'vllm:num_requests_running{model_name="ours"} 0.0' in client.get("/metrics").text

@@ -46,8 +46,8 @@ def engine(parts: Parts) -> Iterator[Engine]:
 
 
 @pytest.fixture(scope="session")
-def url(parts: Parts, engine: Engine) -> Iterator[str]:
-    app = create_app(engine, parts.target, ServerSettings(api_keys=("secret",)))
+def url(engine: Engine) -> Iterator[str]:
+    app = create_app(engine, ServerSettings(api_keys=("secret",)))
     with served(app) as url:
         yield url
 

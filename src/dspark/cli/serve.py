@@ -149,7 +149,7 @@ def _serve(
     from dspark.engine.engine import Engine
     from dspark.engine.profile import profile_key
     from dspark.scheduling import Off
-    from dspark.server.app import loading_app, metrics_of
+    from dspark.server.app import loading_app
     from dspark.server.serving import HttpServer, allow_many_connections, serve_until_told
     from dspark.server.state import ServerState
 
@@ -171,17 +171,14 @@ def _serve(
             profile = usable_profile(key)
             is_new = profile is None
             profile = profile or measure_profile(models, key, quiet=False)
-        metrics = metrics_of(models.target, settings)
         with Engine(
             models.target,
             models.drafter,
             policy=policy,
             cost=None if profile is None else profile.cost,
             settings=engine_settings,
-            on_step=metrics.on_step,
         ) as engine:
-            metrics.attach(engine)
-            state = ServerState(engine=engine, target=models.target, settings=settings, metrics=metrics)
+            state = ServerState.of(engine, settings)
             app.state.lifecycle.become_ready(state)
             if not settings.api_keys and settings.host not in ("127.0.0.1", "localhost", "::1"):
                 print("dspark: everybody who reaches this address is served: there is no --api-key", file=sys.stderr)

@@ -144,7 +144,7 @@ class EngineCore:
         self._target = target
         self._drafter = drafter
         self._tokenizer = tokenizer
-        self._on_step = on_step
+        self._watchers = [] if on_step is None else [on_step]
         self._clock = clock
         self._slots = Slots(
             target,
@@ -236,6 +236,10 @@ class EngineCore:
         self._handle_of[handle.first_choice_id] = handle
         return handle
 
+    def watch(self, on_step: Callable[[StepRecord], None]) -> None:
+        """Give ``on_step`` the record of every step from now on, too."""
+        self._watchers.append(on_step)
+
     def check(self, request: Request) -> None:
         """Raise ValueError, naming the field, unless the request can run here."""
         vocab_size = self._target.config.vocab_size
@@ -312,8 +316,8 @@ class EngineCore:
             trim_heap()
         while self._to_cancel:
             self.cancel(self._to_cancel.pop())
-        if self._on_step is not None:
-            self._on_step(record)
+        for watcher in self._watchers:
+            watcher(record)
         return True
 
     def run(self) -> None:

@@ -242,6 +242,11 @@ class Engine:
         return cls(parts.target, parts.drafter, policy=policy, cost=parts.cost, settings=settings, on_step=on_step)
 
     @property
+    def target(self) -> LoadedTarget:
+        """The model whose output this is, with its tokenizer."""
+        return self._target
+
+    @property
     def max_length(self) -> int:
         """Prompt and generated tokens of a choice at most."""
         return self._core.max_length
@@ -352,6 +357,10 @@ class Engine:
             self._commands.append(lambda: answer.set_result(self._core.statistics()))
             self._wake.notify()
         return answer.result(timeout)
+
+    def watch(self, on_step: Callable[[StepRecord], None]) -> None:
+        """Give ``on_step`` the record of every step from now on, in the engine's thread; from any thread."""
+        self._core.watch(on_step)
 
     def close(self, *, drain: bool = False) -> None:
         """End the engine. Unfinished requests are cancelled, or with ``drain`` finished first; new ones are refused."""

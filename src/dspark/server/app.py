@@ -11,15 +11,13 @@ from pydantic import BaseModel
 
 from dspark import __version__
 from dspark.engine.engine import Engine
-from dspark.models.loading import LoadedTarget
 from dspark.server import chat, completions, tokenize
 from dspark.server.errors import ERROR_RESPONSES, ApiError, add_error_handlers
-from dspark.server.metrics import ServerMetrics
 from dspark.server.middleware import BodyLimit, Gate, Reporting
 from dspark.server.settings import ServerSettings
-from dspark.server.state import CurrentState, Lifecycle, ServerState, served_name
+from dspark.server.state import CurrentState, Lifecycle, ServerState
 
-__all__ = ["create_app", "loading_app", "metrics_of"]
+__all__ = ["create_app", "loading_app"]
 
 router = APIRouter(responses=ERROR_RESPONSES)
 
@@ -107,32 +105,16 @@ def loading_app(settings: ServerSettings) -> FastAPI:
     return app
 
 
-def create_app(
-    engine: Engine,
-    target: LoadedTarget,
-    settings: ServerSettings | None = None,
-    *,
-    metrics: ServerMetrics | None = None,
-) -> FastAPI:
-    """An application that is ready.
+def create_app(engine: Engine, settings: ServerSettings | None = None) -> FastAPI:
+    """An ASGI application over a running engine, which remains the caller's to close.
 
     Args:
-        target: the engine's, for its tokenizer and name.
-        metrics: those whose ``on_step`` the engine was given; without them no steps are counted.
+        settings: of them ``host``, ``port`` and ``drain_seconds`` are for `dspark.server.serving` only.
     """
     settings = settings or ServerSettings()
-    if metrics is None:
-        metrics = metrics_of(target, settings)
-    metrics.attach(engine)
     app = loading_app(settings)
-    app.state.lifecycle.become_ready(ServerState(engine=engine, target=target, settings=settings, metrics=metrics))
+    app.state.lifecycle.become_ready(ServerState.of(engine, settings))
     return app
-
-
-def metrics_of(target: LoadedTarget, settings: ServerSettings) -> ServerMetrics:
-    """Metrics for a server of ``target``; their ``on_step`` goes into its engine."""
-    name = settings.model_name or served_name(target)
-    return ServerMetrics(model_name=name, context=target.model.config.max_position_embeddings)
 
 
 def _model(state: ServerState) -> Model:

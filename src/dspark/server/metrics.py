@@ -46,15 +46,14 @@ class ServerMetrics:
     """Counts steps (in the engine's thread), requests (in the event loop) and HTTP responses.
 
     Args:
+        engine: is watched from now on.
         model_name: value of the label.
-        context: tokens of a request at most, for the buckets of token counts.
     """
 
-    def __init__(self, *, model_name: str, context: int) -> None:
+    def __init__(self, engine: Engine, *, model_name: str) -> None:
         self.registry = CollectorRegistry()
         self._model_name = model_name
-        self._engine: EngineCollector | None = None
-        counts = _one_two_five(context)
+        counts = _one_two_five(engine.target.model.config.max_position_embeddings)
 
         def counter(name: str, text: str, *labels: str) -> Counter:
             return Counter(name, text, ("model_name", *labels), registry=self.registry)
@@ -126,14 +125,12 @@ class ServerMetrics:
         self._answer_lengths = histogram("vllm:request_generation_tokens", "Tokens of a finished choice.", counts)
         self._responses = counter("dspark_http_responses", "HTTP responses, by route and status.", "route", "status")
         self._refused = counter("dspark_requests_refused", "Requests that were not taken, by why.", "reason")
-
-    def attach(self, engine: Engine) -> None:
-        """Show what ``engine`` holds, too."""
-        self._engine = EngineCollector(engine, self._model_name)
+        self._engine = EngineCollector(engine, model_name)
         self.registry.register(self._engine)
+        engine.watch(self.on_step)
 
     def on_step(self, record: StepRecord) -> None:
-        """Count a step: the engine's ``on_step``."""
+        """Count a step."""
         assert record.measured is not None, "the step is over"
         assert record.accepted_R is not None, "the step is over"
         name, drafts = self._model_name, record.drafts
@@ -144,8 +141,7 @@ class ServerMetrics:
             self._part_seconds.labels(name, part).inc(getattr(record.measured, part))
             if record.predicted is not None:
                 self._predicted_seconds.labels(name, part).inc(getattr(record.predicted, part))
-        if self._engine is not None:
-            self._engine.after_step()
+        self._engine.after_step()
         if drafts is None:
             return
         drafted_R = drafts.lengths_R > 0

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from hashlib import sha256
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Literal, Self
 
 from anyio import CapacityLimiter
 from fastapi import Depends, Request
@@ -30,23 +30,34 @@ Phase = Literal["loading", "ready", "draining"]
 
 @dataclass(frozen=True, kw_only=True)
 class ServerState:
-    """What answers requests. ``created`` is the time, in seconds since 1970, from which the model is served."""
+    """What answers requests.
+
+    Attributes:
+        model_name: what clients call the model.
+        created: from when it is served, in seconds since 1970.
+    """
 
     engine: Engine
-    target: LoadedTarget
     settings: ServerSettings
+    model_name: str
     metrics: ServerMetrics
     created: int = field(default_factory=lambda: int(time.time()))
+
+    @classmethod
+    def of(cls, engine: Engine, settings: ServerSettings) -> Self:
+        """To serve ``engine``, which is watched from now on."""
+        name = settings.model_name or served_name(engine.target)
+        return cls(engine=engine, settings=settings, model_name=name, metrics=ServerMetrics(engine, model_name=name))
+
+    @property
+    def target(self) -> LoadedTarget:
+        """The engine's."""
+        return self.engine.target
 
     @property
     def tokenizer(self) -> PreTrainedTokenizerBase:
         """The target's."""
         return self.target.tokenizer
-
-    @property
-    def model_name(self) -> str:
-        """What clients call the model."""
-        return self.settings.model_name or served_name(self.target)
 
     @cached_property
     def system_fingerprint(self) -> str:
