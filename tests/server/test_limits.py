@@ -107,7 +107,8 @@ def test_a_full_queue_refuses_and_takes_requests_again():
         assert [answer.result().status_code for answer in answers] == [200] * 3
         assert client.post("/v1/completions", json=request).status_code == 200
         assert (
-            'dspark_requests_refused_total{model_name="bytes",reason="queue full"} 1.0' in client.get("/metrics").text
+            'dspark_requests_refused_total{engine="0",model_name="bytes",reason="queue full"} 1.0'
+            in client.get("/metrics").text
         )
         assert lifecycle.num_open == 0
 

@@ -19,6 +19,7 @@ from tests.server.small import make_app, make_engine, wait_until
 
 DASHBOARD = Path(__file__).parents[2] / "docs" / "grafana" / "dspark.json"
 GUIDE = DASHBOARD.parents[1] / "serve.md"
+LABELS = {"model_name": "m", "engine": "0"}
 VLLM_NAMES = {
     "vllm:spec_decode_num_drafts_total",
     "vllm:spec_decode_num_draft_tokens_total",
@@ -38,6 +39,10 @@ VLLM_NAMES = {
     "vllm:request_time_per_output_token_seconds_bucket",
     "vllm:e2e_request_latency_seconds_bucket",
     "vllm:request_queue_time_seconds_bucket",
+    "vllm:request_prefill_time_seconds_bucket",
+    "vllm:request_decode_time_seconds_bucket",
+    "vllm:request_inference_time_seconds_bucket",
+    "vllm:request_max_num_generation_tokens_bucket",
     "vllm:request_prompt_tokens_bucket",
     "vllm:request_generation_tokens_bucket",
 }
@@ -104,6 +109,16 @@ def test_requests_steps_and_memory_are_counted(watched):
     assert shown("vllm:request_generation_tokens_sum") == shown("vllm:generation_tokens_total")
     assert shown("vllm:e2e_request_latency_seconds_sum") >= shown("vllm:time_to_first_token_seconds_sum") > 0.0
     assert shown("vllm:inter_token_latency_seconds_count") > 0
+    assert shown("vllm:request_max_num_generation_tokens_count") == 3
+    queued, prefilling, decoding, inferring, all_of_it = (
+        shown(f"vllm:{name}_seconds_sum")
+        for name in (
+            "request_queue_time", "request_prefill_time", "request_decode_time", "request_inference_time",
+            "e2e_request_latency",
+        )
+    )  # fmt: skip
+    assert prefilling + decoding == pytest.approx(inferring)
+    assert queued + inferring == pytest.approx(all_of_it)
 
     steps = statistics.steps
     assert shown("vllm:spec_decode_num_draft_tokens_total") == steps.drafted > 0
@@ -134,7 +149,7 @@ def test_labels_take_no_value_from_clients(watched):
     assert "made" not in text.replace("Drafts made", "")
     assert Samples(text)("dspark_http_responses_total", route="other", status="404") == 5
     for line in text.splitlines():
-        assert line.startswith("#") or 'model_name="bytes"' in line
+        assert line.startswith("#") or ('engine="0"' in line and 'model_name="bytes"' in line)
 
 
 def test_a_scrape_does_not_wait_for_a_long_step(watched):
@@ -164,7 +179,7 @@ def test_a_lost_request_counts_as_an_error(watched):
 def test_expected_acceptances_are_the_survivals_of_what_was_verified():
     engine, _ = make_engine()
     engine.close()
-    metrics = ServerMetrics(engine, model_name="m")
+    metrics = ServerMetrics(engine, model_name=LABELS["model_name"])
     ids = np.array([4, 5, 6])
     batch = StepBatch(step=0, request_ids_R=ids, draftable_R=np.array([3, 3, 0]), context_tokens=9)
     plan = StepPlan(batch=batch, draft_lengths_R=np.array([3, 2, 0]), why="always")
@@ -184,15 +199,15 @@ def test_expected_acceptances_are_the_survivals_of_what_was_verified():
     value = metrics.registry.get_sample_value
 
     def at(name: str, position: int) -> float | None:
-        return value(name, {"model_name": "m", "position": str(position)})
+        return value(name, {**LABELS, "position": str(position)})
 
     assert [at("dspark_expected_accepted_tokens_per_pos_total", position) for position in range(3)] == [0.75, 0.5, 0.0]
-    assert [at("dspark_verified_tokens_per_pos_total", position) for position in range(3)] == [2, 2, None]
+    assert [at("dspark_verified_tokens_per_pos_total", position) for position in range(3)] == [2, 2, 0]
     accepted = "vllm:spec_decode_num_accepted_tokens_per_pos_total"
-    assert [at(accepted, position) for position in range(2)] == [1, 1]
-    assert value("vllm:spec_decode_num_drafts_total", {"model_name": "m"}) == 2
-    assert value("dspark_step_measured_seconds_total", {"model_name": "m", "part": "verify"}) == 4.0
-    assert value("dspark_verify_length_tokens_bucket", {"model_name": "m", "le": "1.0"}) == 0
+    assert [at(accepted, position) for position in range(4)] == [1, 1, 0, None]
+    assert value("vllm:spec_decode_num_drafts_total", LABELS) == 2
+    assert value("dspark_step_measured_seconds_total", {**LABELS, "part": "verify"}) == 4.0
+    assert value("dspark_verify_length_tokens_bucket", {**LABELS, "le": "1.0"}) == 0
 
 
 def test_dashboard_and_guide_name_only_what_is_shown(watched):
@@ -222,4 +237,4 @@ def test_dashboard_and_guide_name_only_what_is_shown(watched):
 def test_a_named_model_is_the_label():
     app, engine, _ = make_app(settings=ServerSettings(model_name="ours"))
     with engine, TestClient(app) as client:
-        assert 'vllm:num_requests_running{model_name="ours"} 0.0' in client.get("/metrics").text
+        assert 'vllm:num_requests_running{engine="0",model_name="ours"} 0.0' in client.get("/metrics").text

@@ -96,8 +96,8 @@ def test_from_ready_to_the_end(tiny_target, tiny_drafter):
         answer = httpx2.post(f"{url}/v1/chat/completions", json={"messages": messages, "max_tokens": 8}, timeout=60)
         assert answer.status_code == 200, answer.text
         metrics = httpx2.get(f"{url}/metrics").text
-        assert 'vllm:request_success_total{finished_reason="length",model_name="tiny"}' in metrics
-        assert re.search(r'vllm:spec_decode_num_drafts_total\{model_name="tiny"\} [1-9]', metrics)
+        assert 'vllm:request_success_total{engine="0",finished_reason="length",model_name="tiny"}' in metrics
+        assert re.search(r'vllm:spec_decode_num_drafts_total\{engine="0",model_name="tiny"\} [1-9]', metrics)
 
         busy = subprocess.run(
             [sys.executable, "-m", "dspark", "serve", "--port", ready[2]],
@@ -135,7 +135,7 @@ def test_a_second_signal_ends_it_at_once(tiny_target):
         url = server.wait_for_line(r"ready: (\S+)/v1")[1]
         request = {"prompt": "a", "max_tokens": 490, "ignore_eos": True, "n": 32}
         threading.Thread(target=_ask, args=(url, request), daemon=True).start()
-        while 'running{model_name="tiny"} 0' in httpx2.get(f"{url}/metrics").text:
+        while 'running{engine="0",model_name="tiny"} 0' in httpx2.get(f"{url}/metrics").text:
             time.sleep(0.01)
         assert server.end(signal.SIGTERM, signal.SIGTERM) == 128 + signal.SIGTERM
 

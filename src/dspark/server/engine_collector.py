@@ -12,9 +12,14 @@ from prometheus_client.registry import Collector
 from dspark.engine.engine import Engine
 from dspark.engine.statistics import EngineStatistics
 
-__all__ = ["EngineCollector"]
+__all__ = ["EngineCollector", "labels_of"]
 
 _WAIT_SECONDS = 0.1
+
+
+def labels_of(model_name: str) -> dict[str, str]:
+    """Of every metric. vLLM numbers its engines and its dashboards choose among them; here there is one."""
+    return {"model_name": model_name, "engine": "0"}
 
 
 class EngineCollector(Collector):
@@ -22,7 +27,7 @@ class EngineCollector(Collector):
 
     def __init__(self, engine: Engine, model_name: str) -> None:
         self._engine = engine
-        self._model_name = model_name
+        self._labels = labels_of(model_name)
         self._last = engine.statistics()
 
     def after_step(self) -> None:
@@ -50,10 +55,10 @@ class EngineCollector(Collector):
             ratio = GaugeMetricFamily(
                 "dspark_cost_correction_ratio",
                 "Measured over profiled seconds, slowly averaged; at 0.5 or 2 the profile is not of this hardware.",
-                labels=("model_name", "part"),
+                labels=(*self._labels, "part"),
             )
-            ratio.add_metric((self._model_name, "verify"), statistics.cost.verify_ratio)
-            ratio.add_metric((self._model_name, "draft"), statistics.cost.draft_ratio)
+            ratio.add_metric((*self._labels.values(), "verify"), statistics.cost.verify_ratio)
+            ratio.add_metric((*self._labels.values(), "draft"), statistics.cost.draft_ratio)
             yield ratio
 
     def _statistics(self) -> EngineStatistics:
@@ -62,11 +67,11 @@ class EngineCollector(Collector):
         return self._last
 
     def _gauge(self, name: str, text: str, value: float) -> Metric:
-        family = GaugeMetricFamily(name, text, labels=("model_name",))
-        family.add_metric((self._model_name,), value)
+        family = GaugeMetricFamily(name, text, labels=tuple(self._labels))
+        family.add_metric(tuple(self._labels.values()), value)
         return family
 
     def _counter(self, name: str, text: str, value: float) -> Metric:
-        family = CounterMetricFamily(name, text, labels=("model_name",))
-        family.add_metric((self._model_name,), value)
+        family = CounterMetricFamily(name, text, labels=tuple(self._labels))
+        family.add_metric(tuple(self._labels.values()), value)
         return family

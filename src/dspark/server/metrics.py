@@ -1,6 +1,6 @@
 """What Prometheus is told: vLLM's names where the meaning is the same, ``dspark_`` for what is ours.
 
-Everything carries the label ``model_name``; other labels have few values, none of them a client's.
+Everything carries vLLM's labels ``model_name`` and ``engine``; other labels have few values, none of them a client's.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from dspark.engine.engine import Engine
 from dspark.engine.request import Delta, Request, RequestResult
 from dspark.scheduling import StepRecord
 from dspark.scheduling.batch import IntArray
-from dspark.server.engine_collector import EngineCollector
+from dspark.server.engine_collector import EngineCollector, labels_of
 
 __all__ = ["RequestObservation", "ServerMetrics"]
 
@@ -52,58 +52,48 @@ class ServerMetrics:
 
     def __init__(self, engine: Engine, *, model_name: str) -> None:
         self.registry = CollectorRegistry()
-        self._model_name = model_name
         counts = _one_two_five(engine.target.model.config.max_position_embeddings)
+        names, self._values = zip(*labels_of(model_name).items(), strict=True)
 
-        def counter(name: str, text: str, *labels: str) -> Counter:
-            return Counter(name, text, ("model_name", *labels), registry=self.registry)
+        def counters(name: str, text: str, *more: str) -> Counter:
+            return Counter(name, text, (*names, *more), registry=self.registry)
+
+        def counter(name: str, text: str) -> Counter:
+            return counters(name, text).labels(*self._values)
+
+        def by_position(name: str, text: str) -> _ByPosition:
+            return _ByPosition(counters(name, f"{text}, by position.", "position"), self._values)
 
         def histogram(name: str, text: str, buckets: Sequence[float]) -> Histogram:
-            family = Histogram(name, text, ("model_name",), registry=self.registry, buckets=buckets)
-            return family.labels(model_name)
+            return Histogram(name, text, names, registry=self.registry, buckets=buckets).labels(*self._values)
 
-        self._drafts = counter("vllm:spec_decode_num_drafts", "Drafts made: one a choice and drafting step.").labels(
-            model_name
-        )
-        self._draft_tokens = counter("vllm:spec_decode_num_draft_tokens", "Tokens drafted.").labels(model_name)
-        self._verified_tokens = counter("dspark_verified_tokens", "Draft tokens sent to the target.").labels(model_name)
-        self._accepted_tokens = counter("vllm:spec_decode_num_accepted_tokens", "Draft tokens accepted.").labels(
-            model_name
-        )
-        self._accepted_at = _ByPosition(
-            counter("vllm:spec_decode_num_accepted_tokens_per_pos", "Draft tokens accepted, by position.", "position"),
-            model_name,
-        )
-        self._verified_at = _ByPosition(
-            counter("dspark_verified_tokens_per_pos", "Draft tokens verified, by position.", "position"), model_name
-        )
-        self._expected_at = _ByPosition(
-            counter(
-                "dspark_expected_accepted_tokens_per_pos",
-                "Acceptances expected of the verified tokens by the calibrated confidences, by position.",
-                "position",
-            ),
-            model_name,
+        # Of steps.
+        self._drafts = counter("vllm:spec_decode_num_drafts", "Drafts made: one a choice and drafting step.")
+        self._draft_tokens = counter("vllm:spec_decode_num_draft_tokens", "Tokens drafted.")
+        self._verified_tokens = counter("dspark_verified_tokens", "Draft tokens sent to the target.")
+        self._accepted_tokens = counter("vllm:spec_decode_num_accepted_tokens", "Draft tokens accepted.")
+        self._accepted_at = by_position("vllm:spec_decode_num_accepted_tokens_per_pos", "Draft tokens accepted")
+        self._verified_at = by_position("dspark_verified_tokens_per_pos", "Draft tokens verified")
+        self._expected_at = by_position(
+            "dspark_expected_accepted_tokens_per_pos",
+            "Acceptances expected of the verified tokens by the calibrated confidences",
         )
         self._verify_length = histogram(
             "dspark_verify_length_tokens", "Draft tokens verified of a choice in a drafting step.", _VERIFY_LENGTHS
         )
-        self._steps = counter("dspark_steps", "Steps, by why they drafted or did not.", "why")
-        self._parked = counter("dspark_parked_steps", "Steps without a draft because none would have paid.").labels(
-            model_name
-        )
+        self._steps = counters("dspark_steps", "Steps, by why they drafted or did not.", "why")
+        self._parked = counter("dspark_parked_steps", "Steps without a draft because none would have paid.")
         self._step_seconds = histogram("dspark_step_seconds", "Measured seconds of a step.", _STEP_SECONDS)
-        self._part_seconds = counter("dspark_step_measured_seconds", "Measured seconds of steps, by part.", "part")
-        self._predicted_seconds = counter(
+        self._part_seconds = counters("dspark_step_measured_seconds", "Measured seconds of steps, by part.", "part")
+        self._predicted_seconds = counters(
             "dspark_step_predicted_seconds", "Predicted seconds of steps, by part, where the cost is known.", "part"
         )
 
-        self._prompt_tokens = counter("vllm:prompt_tokens", "Prompt tokens of requests that have begun.").labels(
-            model_name
-        )
-        self._generation_tokens = counter("vllm:generation_tokens", "Tokens generated.").labels(model_name)
-        success = counter("vllm:request_success", "Choices that ended, by reason.", "finished_reason")
-        self._ended = {ending: success.labels(model_name, ending) for ending in _ENDINGS}
+        # Of requests and their choices.
+        self._prompt_tokens = counter("vllm:prompt_tokens", "Prompt tokens of requests that have begun.")
+        self._generation_tokens = counter("vllm:generation_tokens", "Tokens generated.")
+        success = counters("vllm:request_success", "Choices that ended, by reason.", "finished_reason")
+        self._ended = {ending: success.labels(*self._values, ending) for ending in _ENDINGS}
         self._first_token = histogram(
             "vllm:time_to_first_token_seconds", "From submission to the first token.", _FIRST_TOKEN_SECONDS
         )
@@ -121,10 +111,24 @@ class ServerMetrics:
         self._queue_seconds = histogram(
             "vllm:request_queue_time_seconds", "From submission to the first pass.", _REQUEST_SECONDS
         )
+        self._prefill_seconds = histogram(
+            "vllm:request_prefill_time_seconds", "From the first pass to the first token.", _REQUEST_SECONDS
+        )
+        self._decode_seconds = histogram(
+            "vllm:request_decode_time_seconds", "From the first token to the last.", _REQUEST_SECONDS
+        )
+        self._inference_seconds = histogram(
+            "vllm:request_inference_time_seconds", "From the first pass to the last token.", _REQUEST_SECONDS
+        )
         self._prompt_lengths = histogram("vllm:request_prompt_tokens", "Prompt tokens of a finished request.", counts)
         self._answer_lengths = histogram("vllm:request_generation_tokens", "Tokens of a finished choice.", counts)
-        self._responses = counter("dspark_http_responses", "HTTP responses, by route and status.", "route", "status")
-        self._refused = counter("dspark_requests_refused", "Requests that were not taken, by why.", "reason")
+        self._longest_lengths = histogram(
+            "vllm:request_max_num_generation_tokens", "Tokens of the longest choice of a finished request.", counts
+        )
+
+        # Of HTTP.
+        self._responses = counters("dspark_http_responses", "HTTP responses, by route and status.", "route", "status")
+        self._refused = counters("dspark_requests_refused", "Requests that were not taken, by why.", "reason")
         self._engine = EngineCollector(engine, model_name)
         self.registry.register(self._engine)
         engine.watch(self.on_step)
@@ -133,14 +137,14 @@ class ServerMetrics:
         """Count a step."""
         assert record.measured is not None, "the step is over"
         assert record.accepted_R is not None, "the step is over"
-        name, drafts = self._model_name, record.drafts
-        self._steps.labels(name, record.plan.why).inc()
+        values, drafts = self._values, record.drafts
+        self._steps.labels(*values, record.plan.why).inc()
         self._parked.inc(record.plan.why == "parked")
         self._step_seconds.observe(record.measured.total)
         for part in ("draft", "schedule", "verify"):
-            self._part_seconds.labels(name, part).inc(getattr(record.measured, part))
+            self._part_seconds.labels(*values, part).inc(getattr(record.measured, part))
             if record.predicted is not None:
-                self._predicted_seconds.labels(name, part).inc(getattr(record.predicted, part))
+                self._predicted_seconds.labels(*values, part).inc(getattr(record.predicted, part))
         self._engine.after_step()
         if drafts is None:
             return
@@ -150,8 +154,9 @@ class ServerMetrics:
         self._draft_tokens.inc(drafts.num_drafted)
         self._verified_tokens.inc(int(verified_R.sum()))
         self._accepted_tokens.inc(int(accepted_R.sum()))
-        self._accepted_at.add(_reaching(accepted_R))
-        self._verified_at.add(_reaching(verified_R))
+        longest = int(drafts.lengths_R.max())
+        self._accepted_at.add(_reaching(accepted_R, longest))
+        self._verified_at.add(_reaching(verified_R, longest))
         for length in verified_R.tolist():
             self._verify_length.observe(length)
         if drafts.confidences_RG is not None:
@@ -164,9 +169,9 @@ class ServerMetrics:
 
     def response_sent(self, route: str, status: int) -> None:
         """Count an HTTP response; ``route`` is a template, of which there are few."""
-        self._responses.labels(self._model_name, route, str(status)).inc()
+        self._responses.labels(*self._values, route, str(status)).inc()
         if status in _REFUSALS:
-            self._refused.labels(self._model_name, _REFUSALS[status]).inc()
+            self._refused.labels(*self._values, _REFUSALS[status]).inc()
 
 
 class RequestObservation:
@@ -203,9 +208,16 @@ class RequestObservation:
         metrics._latency.observe(result.seconds)
         metrics._queue_seconds.observe(result.queue_seconds)
         metrics._prompt_lengths.observe(result.prompt_tokens)
+        metrics._inference_seconds.observe(result.seconds - result.queue_seconds)
         longest = max(self._lengths)
-        if result.first_token_seconds is not None and longest > 1:
-            metrics._per_token.observe((result.seconds - result.first_token_seconds) / (longest - 1))
+        metrics._longest_lengths.observe(longest)
+        if result.first_token_seconds is None:
+            return
+        metrics._prefill_seconds.observe(result.first_token_seconds - result.queue_seconds)
+        decode_seconds = result.seconds - result.first_token_seconds
+        metrics._decode_seconds.observe(decode_seconds)
+        if longest > 1:
+            metrics._per_token.observe(decode_seconds / (longest - 1))
 
     def end_open(self, ending: Ending) -> None:
         """Choices that have not ended will not: nobody looks any more."""
@@ -216,18 +228,17 @@ class RequestObservation:
 class _ByPosition:
     """A counter for each draft position, from 0."""
 
-    def __init__(self, counter: Counter, model_name: str) -> None:
+    def __init__(self, counter: Counter, values: Sequence[str]) -> None:
         self._counter = counter
-        self._model_name = model_name
+        self._values = values
 
     def add(self, amounts: Iterable[float]) -> None:
         for position, amount in enumerate(amounts):
-            self._counter.labels(self._model_name, str(position)).inc(amount)
+            self._counter.labels(*self._values, str(position)).inc(amount)
 
 
-def _reaching(lengths_R: IntArray) -> list[float]:
-    """How many lengths are above 0, above 1, ... ."""
-    longest = int(lengths_R.max(initial=0))
+def _reaching(lengths_R: IntArray, longest: int) -> list[float]:
+    """How many lengths are above 0, above 1, ..., above ``longest`` - 1."""
     counts: list[float] = (lengths_R[:, None] > np.arange(longest)).sum(axis=0).tolist()
     return counts
 
