@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import AsyncGenerator, Sequence
 from typing import Any
-from uuid import uuid4
 
 from fastapi import APIRouter, Request, Response
 from fastapi.concurrency import run_in_threadpool
@@ -29,28 +27,18 @@ from dspark.server.chat_protocol import (
     TokenLogprobs,
 )
 from dspark.server.errors import ERROR_RESPONSES
-from dspark.server.protocol import GenerationParameters
 from dspark.server.state import CurrentState, ServerState
-from dspark.server.streaming import EventStream, finish_reason, together, until_finished
-from dspark.server.token_texts import TokenTexts
-from dspark.server.usage import speculation_of, usage, usage_of
+from dspark.server.streaming import STREAM_RESPONSES, EventStream, finish_reason, together, until_finished
+from dspark.server.token_texts import TokenTexts, finite
+from dspark.server.usage import StreamedUsage, speculation_of, usage_of
 
 router = APIRouter()
-
-SMALLEST_LOGPROB = -9999.0
-"""Stands for minus infinity, which JSON does not have; OpenAI's number."""
 
 
 @router.post(
     "/v1/chat/completions",
     response_model=ChatResponse,
-    responses={
-        **ERROR_RESPONSES,
-        200: {
-            "description": "The answer; with `stream`, server-sent events, each a `ChatChunk`, and `[DONE]`",
-            "content": {"text/event-stream": {"schema": {"type": "string"}}},
-        },
-    },
+    responses={**ERROR_RESPONSES, **STREAM_RESPONSES},
 )
 async def create_chat_completion(body: ChatRequest, request: Request, state: CurrentState) -> Response:
     """Answer a conversation."""
@@ -83,7 +71,7 @@ def _asked(state: ServerState, request: Request, body: ChatRequest, grammar: Gra
 
 def _response(state: ServerState, body: ChatRequest, result: RequestResult) -> Response:
     response = ChatResponse(
-        **heading("chatcmpl", state),
+        **state.heading("chatcmpl"),
         object="chat.completion",
         choices=[_choice(state, index, completion) for index, completion in enumerate(result.completions)],
         usage=usage_of([result]),
@@ -110,7 +98,7 @@ async def _chunks(
     """An answer's first chunk has the role, its last one the finish reason; usage and the like come behind them all."""
     (generation,) = generations
     counting = StreamedUsage(body, len(generation.request.prompt_ids))
-    shared = {**heading("chatcmpl", state), "object": "chat.completion.chunk"}
+    shared = {**state.heading("chatcmpl"), "object": "chat.completion.chunk"}
     begun: set[int] = set()
     async for _, delta in together(state, generations, request):
         counting.completion_tokens += len(delta.token_ids)
@@ -146,47 +134,6 @@ def _logprobs(state: ServerState, logprobs: Sequence[TokenLogprob] | None) -> Ch
 def _likely(texts: TokenTexts, token_id: int, logprob: float) -> dict[str, Any]:
     return {
         "token": texts.text_of(token_id),
-        "logprob": max(logprob, SMALLEST_LOGPROB),
+        "logprob": finite(logprob),
         "bytes": list(texts.bytes_of(token_id)),
     }
-
-
-def heading(kind: str, state: ServerState) -> dict[str, Any]:
-    """What a response begins with, and all chunks of a stream alike."""
-    return {
-        "id": f"{kind}-{uuid4().hex}",
-        "created": int(time.time()),
-        "model": state.model_name,
-        "system_fingerprint": state.system_fingerprint,
-    }
-
-
-class StreamedUsage:
-    """What chunks say about usage.
-
-    Attributes:
-        completion_tokens: so far.
-    """
-
-    def __init__(self, body: GenerationParameters, prompt_tokens: int) -> None:
-        options = body.stream_options
-        self._at_the_end = bool(options and options.include_usage)
-        self._always = bool(options and options.continuous_usage_stats)
-        self._speculation = bool(body.return_speculation)
-        self._prompt_tokens = prompt_tokens
-        self.completion_tokens = 0
-
-    def so_far(self) -> dict[str, Any]:
-        """Of a chunk with a choice: null if usage comes at the end, nothing if it does not."""
-        if self._always:
-            return {"usage": usage(self._prompt_tokens, self.completion_tokens)}
-        return {"usage": None} if self._at_the_end else {}
-
-    def at_the_end(self, results: Sequence[RequestResult]) -> dict[str, Any]:
-        """Of the chunk without choices; empty if there is none."""
-        last: dict[str, Any] = {}
-        if self._at_the_end:
-            last["usage"] = usage_of(results)
-        if self._speculation:
-            last["speculation"] = speculation_of(results)
-        return last

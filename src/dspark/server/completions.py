@@ -14,7 +14,6 @@ from dspark.engine.request import Completion, TokenLogprob
 from dspark.engine.request import Request as EngineRequest
 from dspark.models.chat import text_token_ids
 from dspark.server.asked import check_length, check_model, compiled_grammar, engine_requests, submit, user_errors
-from dspark.server.chat import SMALLEST_LOGPROB, StreamedUsage, heading
 from dspark.server.completion_protocol import (
     CompletionChoice,
     CompletionLogprobs,
@@ -24,9 +23,9 @@ from dspark.server.completion_protocol import (
 )
 from dspark.server.errors import ERROR_RESPONSES, ApiError
 from dspark.server.state import CurrentState, ServerState
-from dspark.server.streaming import EventStream, finish_reason, together, until_finished
-from dspark.server.token_texts import TextOffsets, TokenTexts
-from dspark.server.usage import speculation_of, usage_of
+from dspark.server.streaming import STREAM_RESPONSES, EventStream, finish_reason, together, until_finished
+from dspark.server.token_texts import TextOffsets, TokenTexts, finite
+from dspark.server.usage import StreamedUsage, speculation_of, usage_of
 
 router = APIRouter()
 
@@ -37,13 +36,7 @@ MOST_ECHOED_LOGPROBS = 2**20  # of all answers together: 30 MB or more, which ar
 @router.post(
     "/v1/completions",
     response_model=CompletionResponse,
-    responses={
-        **ERROR_RESPONSES,
-        200: {
-            "description": "The answer; with `stream`, server-sent events, each such an object, and `[DONE]`",
-            "content": {"text/event-stream": {"schema": {"type": "string"}}},
-        },
-    },
+    responses={**ERROR_RESPONSES, **STREAM_RESPONSES},
 )
 async def create_completion(body: CompletionRequest, request: Request, state: CurrentState) -> Response:
     """Continue one text or several, as they are."""
@@ -101,7 +94,7 @@ def _response(state: ServerState, body: CompletionRequest, generations: Sequence
     for index, choice in enumerate(choices):
         choice.index = index
     response = CompletionResponse(
-        **heading("cmpl", state),
+        **state.heading("cmpl"),
         object="text_completion",
         choices=choices,
         usage=usage_of(results, completion_tokens=0 if body.max_tokens == 0 else None),
@@ -136,7 +129,7 @@ async def _chunks(
 ) -> AsyncGenerator[CompletionResponse, None]:
     """An answer's first chunk begins with what is echoed, its last one has the finish reason."""
     counting = StreamedUsage(body, sum(len(generation.request.prompt_ids) for generation in generations))
-    shared = {**heading("cmpl", state), "object": "text_completion"}
+    shared = {**state.heading("cmpl"), "object": "text_completion"}
     rows: dict[int, _LogprobRows] = {}
     begun: set[int] = set()
     async for place, delta in together(state, generations, request):
@@ -205,8 +198,8 @@ class _LogprobRows:
         # The likeliest first: whoever looks for the greatest finds it even if the token itself is as likely.
         top: dict[str, float] = {}
         for other, logprob in (*token.top, (token_id, token.logprob)):
-            top.setdefault(self._texts.text_of(other), max(logprob, SMALLEST_LOGPROB))
-        self._rows.token_logprobs.append(max(token.logprob, SMALLEST_LOGPROB))
+            top.setdefault(self._texts.text_of(other), finite(logprob))
+        self._rows.token_logprobs.append(finite(token.logprob))
         self._rows.top_logprobs.append(top)
 
 

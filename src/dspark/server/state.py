@@ -7,7 +7,8 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from hashlib import sha256
 from pathlib import Path
-from typing import Annotated, Literal, Self
+from typing import Annotated, Any, Literal, Self
+from uuid import uuid4
 
 from anyio import CapacityLimiter
 from fastapi import Depends, Request
@@ -65,6 +66,15 @@ class ServerState:
         model = self.target.model
         facts = f"{model.fingerprint} {model.compute_dtype} {model.device} {__version__}"
         return f"fp_{sha256(facts.encode()).hexdigest()[:16]}"
+
+    def heading(self, kind: str) -> dict[str, Any]:
+        """What a response begins with, and all chunks of a stream alike; ``kind`` begins its id."""
+        return {
+            "id": f"{kind}-{uuid4().hex}",
+            "created": int(time.time()),
+            "model": self.model_name,
+            "system_fingerprint": self.system_fingerprint,
+        }
 
     @cached_property
     def compiling(self) -> CapacityLimiter:

@@ -7,7 +7,7 @@ import logging
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from json import dumps
-from typing import Literal
+from typing import Any, Literal
 
 from fastapi import Request
 from pydantic import BaseModel
@@ -19,6 +19,14 @@ from dspark.engine.request import Delta, FinishReason
 from dspark.server.errors import ApiError, api_error, client_gone
 from dspark.server.running import is_gone, observed
 from dspark.server.state import ServerState
+
+STREAM_RESPONSES: dict[int | str, dict[str, Any]] = {
+    200: {
+        "description": "The answer; with `stream`, server-sent events, each a chunk of it in JSON, and `[DONE]`",
+        "content": {"text/event-stream": {"schema": {"type": "string"}}},
+    }
+}
+"""``responses`` of a route that may answer with an `EventStream`."""
 
 _MOST_PENDING = 16
 _log = logging.getLogger("dspark.server")

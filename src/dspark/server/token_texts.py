@@ -1,4 +1,4 @@
-"""Single tokens as text, for log-probabilities: a token can be half a character."""
+"""Single tokens as text, and their log-probabilities, as JSON can hold them: a token can be half a character."""
 
 from __future__ import annotations
 
@@ -7,6 +7,13 @@ import codecs
 from llguidance import LLTokenizer
 from llguidance.hf import from_tokenizer
 from transformers import PreTrainedTokenizerBase
+
+_SMALLEST_LOGPROB = -9999.0  # OpenAI's number for minus infinity
+
+
+def finite(logprob: float) -> float:
+    """A log-probability without minus infinity, which JSON does not have."""
+    return max(logprob, _SMALLEST_LOGPROB)
 
 
 class TokenTexts:
