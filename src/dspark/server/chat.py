@@ -13,7 +13,6 @@ from dspark.engine.grammar import Grammar
 from dspark.engine.request import Completion, RequestResult, TokenLogprob
 from dspark.engine.request import Request as EngineRequest
 from dspark.models.chat import chat_token_ids
-from dspark.server.asked import check_length, check_model, compiled_grammar, engine_requests, submit, user_errors
 from dspark.server.chat_protocol import (
     AnswerMessage,
     ChatChoice,
@@ -26,9 +25,11 @@ from dspark.server.chat_protocol import (
     LikelyToken,
     TokenLogprobs,
 )
+from dspark.server.engine_requests import check_length, check_model, engine_requests, submit, user_errors
 from dspark.server.errors import ERROR_RESPONSES
 from dspark.server.state import CurrentState, ServerState
 from dspark.server.streaming import STREAM_RESPONSES, EventStream, finish_reason, together, until_finished
+from dspark.server.structured_output import compiled_grammar
 from dspark.server.token_texts import TokenTexts, finite
 from dspark.server.usage import StreamedUsage, speculation_of, usage_of
 

@@ -13,7 +13,6 @@ from dspark.engine.grammar import Grammar
 from dspark.engine.request import Completion, TokenLogprob
 from dspark.engine.request import Request as EngineRequest
 from dspark.models.chat import text_token_ids
-from dspark.server.asked import check_length, check_model, compiled_grammar, engine_requests, submit, user_errors
 from dspark.server.completion_protocol import (
     CompletionChoice,
     CompletionLogprobs,
@@ -21,9 +20,11 @@ from dspark.server.completion_protocol import (
     CompletionResponse,
     Prompt,
 )
+from dspark.server.engine_requests import check_length, check_model, engine_requests, submit, user_errors
 from dspark.server.errors import ERROR_RESPONSES, ApiError
 from dspark.server.state import CurrentState, ServerState
 from dspark.server.streaming import STREAM_RESPONSES, EventStream, finish_reason, together, until_finished
+from dspark.server.structured_output import compiled_grammar
 from dspark.server.token_texts import TextOffsets, TokenTexts, finite
 from dspark.server.usage import StreamedUsage, speculation_of, usage_of
 

@@ -8,8 +8,8 @@ from fastapi import APIRouter
 from pydantic import BaseModel, Field, model_validator
 
 from dspark.models.chat import chat_token_ids, text_token_ids
-from dspark.server.asked import check_model, user_errors
 from dspark.server.chat_protocol import Message
+from dspark.server.engine_requests import check_model, user_errors
 from dspark.server.errors import ERROR_RESPONSES, ApiError
 from dspark.server.protocol import Body, Text
 from dspark.server.state import CurrentState

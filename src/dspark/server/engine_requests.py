@@ -1,22 +1,20 @@
-"""From a request's body to what the engine is asked."""
+"""From a request's body to requests of the engine."""
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 from fastapi import Request as HttpRequest
-from fastapi.concurrency import run_in_threadpool
 
 from dspark.decoding import SamplingSettings
 from dspark.engine.engine import EngineError, Generation
-from dspark.engine.grammar import Grammar, GrammarSource
+from dspark.engine.grammar import Grammar
 from dspark.engine.queue import QueueFull
 from dspark.engine.request import Request
-from dspark.server.errors import ApiError, client_gone, first_word
-from dspark.server.protocol import GenerationParameters, StructuredOutputs
+from dspark.server.errors import ApiError, first_word
+from dspark.server.protocol import GenerationParameters
 from dspark.server.state import ServerState, prefix_namespace, turn
 
 _NAMES: Mapping[str, str] = {
@@ -26,7 +24,6 @@ _NAMES: Mapping[str, str] = {
 }
 """The engine's names of parameters that are called something else here."""
 
-MOST_WAITING_TO_COMPILE = 32
 _OWN_NAMES = frozenset({*GenerationParameters.model_fields, "logprobs"})
 
 
@@ -133,59 +130,6 @@ def user_errors(prompt: str) -> Iterator[None]:
         name = first_word(str(error)) or ""
         param = _NAMES.get(name, name if name in _OWN_NAMES else prompt)
         raise ApiError(400, str(error), param, "invalid_value") from error
-
-
-async def compiled_grammar(state: ServerState, http: HttpRequest, body: GenerationParameters) -> Grammar | None:
-    """What the body says of its answer's structure; None if nothing.
-
-    What was compiled before, or refused, is there at once. Compiling can take seconds, of a few threads: other requests
-    do not wait for it, and not more than so many may wait to be compiled.
-
-    Raises:
-        ApiError: 400, it cannot be compiled; 499, the client has gone.
-        QueueFull: too many wait.
-    """
-    structured = _structure(body)
-    if structured is None:
-        return None
-    compiler, namespace = state.engine.grammars, prefix_namespace(http, state)
-    try:
-        source = await run_in_threadpool(_source, structured)
-        if (known := compiler.known(source, namespace=namespace)) is not None:
-            return known
-        if state.compiling.statistics().tasks_waiting >= MOST_WAITING_TO_COMPILE:
-            raise QueueFull(f"{MOST_WAITING_TO_COMPILE} grammars are waiting to be compiled")
-        async with state.compiling:
-            if await http.is_disconnected():
-                raise client_gone()
-            return await run_in_threadpool(compiler.compile, source, namespace=namespace)
-    except QueueFull:
-        raise
-    except ValueError as error:
-        param = "response_format" if body.structured_outputs is None else "structured_outputs"
-        raise ApiError(400, f"{param}: {error}", param, "invalid_value") from error
-
-
-def _structure(body: GenerationParameters) -> StructuredOutputs | None:
-    wanted, structured = body.response_format, body.structured_outputs
-    if wanted is not None and wanted.type != "text":
-        if structured is not None:
-            raise ApiError(400, "response_format and structured_outputs say the same: give one", "structured_outputs")
-        schema = None if wanted.json_schema is None else wanted.json_schema.schema_
-        structured = StructuredOutputs.model_construct(json_=schema, json_object=schema is None)
-    return structured
-
-
-def _source(structured: StructuredOutputs) -> GrammarSource:
-    if structured.json_ is not None:
-        return GrammarSource.json_schema(structured.json_)
-    if structured.regex is not None:
-        return GrammarSource("regex", structured.regex)
-    if structured.choice is not None:
-        return GrammarSource("regex", "|".join(re.escape(choice) for choice in structured.choice))
-    if structured.grammar is not None:
-        return GrammarSource("lark", structured.grammar)
-    return GrammarSource.json_object()
 
 
 def _sampling(body: GenerationParameters) -> SamplingSettings:
