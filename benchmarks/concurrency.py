@@ -24,9 +24,9 @@ from provenance import provenance
 from dspark.cli.bench import drafter_facts, fitting_prompts
 from dspark.cli.models import Models, open_models, target_name
 from dspark.engine.bench import measure_cell
-from dspark.engine.core import EngineSettings
 from dspark.engine.loading import known_or_measured
 from dspark.engine.request_stream import RequestStream, StreamPrompt
+from dspark.engine.settings import EngineSettings
 from dspark.evaluation.benchmarks import load_prompts, prompts_digest
 from dspark.evaluation.charts import HEIGHT, STYLE, WIDTH, Chart, Point, Series, svg
 from dspark.files import write_json, write_text

@@ -25,10 +25,11 @@ from provenance import provenance
 from dspark.cli.prompts import read_prompts
 from dspark.decoding import SamplingSettings
 from dspark.drafters.checkpoint import load_drafter
-from dspark.engine.core import EngineCore, EngineSettings
+from dspark.engine.core import EngineCore
 from dspark.engine.engine import Engine
 from dspark.engine.loading import known_or_measured
 from dspark.engine.request import Completion, Request
+from dspark.engine.settings import EngineSettings
 from dspark.models.chat import chat_token_ids
 from dspark.models.loading import LoadedTarget, load_target
 from dspark.scheduling import Off, parse_policy

@@ -21,10 +21,7 @@ if TYPE_CHECKING:
     from dspark.drafters.checkpoint import save_drafter as save_drafter
     from dspark.drafters.dspark import DSparkDrafter as DSparkDrafter
     from dspark.drafters.dspark_config import DSparkConfig as DSparkConfig
-    from dspark.engine.core import EngineSettings as EngineSettings
     from dspark.engine.engine import Engine as Engine
-    from dspark.engine.engine import EngineError as EngineError
-    from dspark.engine.engine import Generation as Generation
     from dspark.engine.generation import generate as generate
     from dspark.engine.grammar import Grammar as Grammar
     from dspark.engine.grammar import GrammarCompiler as GrammarCompiler
@@ -37,8 +34,11 @@ if TYPE_CHECKING:
     from dspark.engine.request import TokenLogprob as TokenLogprob
     from dspark.engine.result import GenerationResult as GenerationResult
     from dspark.engine.result import RoundEvent as RoundEvent
+    from dspark.engine.settings import EngineSettings as EngineSettings
     from dspark.engine.speculation import SpeculationSettings as SpeculationSettings
     from dspark.engine.statistics import EngineStatistics as EngineStatistics
+    from dspark.engine.submitted import EngineError as EngineError
+    from dspark.engine.submitted import Generation as Generation
     from dspark.models.loading import LoadedTarget as LoadedTarget
     from dspark.models.loading import load_target as load_target
     from dspark.server.app import create_app as create_app
@@ -50,10 +50,10 @@ _MODULES = {
     "DSparkDrafter": "dspark.drafters.dspark",
     "Delta": "dspark.engine.request",
     "Engine": "dspark.engine.engine",
-    "EngineError": "dspark.engine.engine",
-    "EngineSettings": "dspark.engine.core",
+    "EngineError": "dspark.engine.submitted",
+    "EngineSettings": "dspark.engine.settings",
     "EngineStatistics": "dspark.engine.statistics",
-    "Generation": "dspark.engine.engine",
+    "Generation": "dspark.engine.submitted",
     "GenerationResult": "dspark.engine.result",
     "Grammar": "dspark.engine.grammar",
     "GrammarCompiler": "dspark.engine.grammar",

@@ -12,10 +12,12 @@ import pytest
 
 from dspark.calibration.calibration import Calibration
 from dspark.decoding import SamplingSettings
-from dspark.engine.core import EngineCore, EngineSettings, RequestHandle
+from dspark.engine.core import EngineCore
 from dspark.engine.generation import generate
 from dspark.engine.queue import QueueFull
 from dspark.engine.request import Delta, Request, RequestResult
+from dspark.engine.request_handle import RequestHandle
+from dspark.engine.settings import EngineSettings
 from dspark.models.block_tables import BLOCK_SIZE
 from dspark.scheduling import StepRecord, parse_policy, replayed_lengths
 from tests.cli.tokenizer import character_tokenizer

@@ -8,9 +8,9 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from dspark.engine.core import RequestHandle
 from dspark.engine.queue import QueueFull
 from dspark.engine.request import Delta, Request
+from dspark.engine.request_handle import RequestHandle
 from dspark.models.block_tables import BLOCK_SIZE
 from tests.engine.confident import make_request
 from tests.engine.test_core import POLICIES, alone, assert_empty, make_core, result_of

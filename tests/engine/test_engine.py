@@ -15,10 +15,11 @@ import pytest
 from dspark.decoding import SamplingSettings
 from dspark.engine import loading
 from dspark.engine.choice import Choice
-from dspark.engine.core import EngineSettings
-from dspark.engine.engine import Engine, EngineError, Generation
+from dspark.engine.engine import Engine
 from dspark.engine.queue import QueueFull
 from dspark.engine.request import Request
+from dspark.engine.settings import EngineSettings
+from dspark.engine.submitted import EngineError, Generation
 from dspark.models.loading import LoadedTarget
 from dspark.scheduling import StepRecord
 from tests.cli.tokenizer import character_tokenizer

@@ -17,12 +17,14 @@ import dspark.engine.grammar as grammar_module
 from dspark.decoding import SamplingSettings
 from dspark.drafters.checkpoint import load_drafter
 from dspark.engine.choice import Choice
-from dspark.engine.core import EngineCore, EngineSettings, RequestHandle
+from dspark.engine.core import EngineCore
 from dspark.engine.engine import Engine
 from dspark.engine.grammar import Grammar, GrammarCompiler, GrammarSource
 from dspark.engine.grammar_masks import GrammarMasks
 from dspark.engine.grammar_trial import trial_failure
 from dspark.engine.request import Request, RequestResult
+from dspark.engine.request_handle import RequestHandle
+from dspark.engine.settings import EngineSettings
 from dspark.models.block_tables import BLOCK_SIZE
 from dspark.models.loading import load_target
 from dspark.scheduling import parse_policy

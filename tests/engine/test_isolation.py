@@ -11,9 +11,12 @@ import pytest
 from transformers import PreTrainedTokenizerBase
 
 from dspark.decoding import SamplingSettings
-from dspark.engine.core import EngineCore, EngineSettings, RequestHandle
-from dspark.engine.engine import Engine, EngineError
+from dspark.engine.core import EngineCore
+from dspark.engine.engine import Engine
 from dspark.engine.request import Delta, Request
+from dspark.engine.request_handle import RequestHandle
+from dspark.engine.settings import EngineSettings
+from dspark.engine.submitted import EngineError
 from dspark.models.loading import LoadedTarget
 from dspark.scheduling import parse_policy
 from tests.engine.confident import make_cost, make_drafter, make_request, make_target

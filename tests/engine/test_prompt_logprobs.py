@@ -5,8 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
-from dspark.engine.core import EngineCore, EngineSettings, RequestHandle
+from dspark.engine.core import EngineCore
 from dspark.engine.request import Request, TokenLogprob
+from dspark.engine.request_handle import RequestHandle
+from dspark.engine.settings import EngineSettings
 from dspark.models.block_tables import BLOCK_SIZE
 from dspark.models.loading import load_target
 from dspark.models.target import Target

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 import torch
 
-from dspark.engine.core import EngineSettings
 from dspark.engine.request import Request
+from dspark.engine.settings import EngineSettings
 
 
 @pytest.mark.parametrize(

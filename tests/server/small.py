@@ -10,8 +10,8 @@ from contextlib import contextmanager
 import uvicorn
 from fastapi import FastAPI
 
-from dspark.engine.core import EngineSettings
 from dspark.engine.engine import Engine
+from dspark.engine.settings import EngineSettings
 from dspark.models.loading import LoadedTarget
 from dspark.models.target import TargetOutput
 from dspark.server.app import create_app

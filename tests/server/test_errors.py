@@ -8,8 +8,8 @@ import pytest
 from fastapi import FastAPI
 from fastapi.testclient import TestClient
 
-from dspark.engine.engine import EngineError
 from dspark.engine.queue import QueueFull
+from dspark.engine.submitted import EngineError
 from dspark.server.errors import ApiError, add_error_handlers
 
 JSON = {"content-type": "application/json"}

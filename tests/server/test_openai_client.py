@@ -16,9 +16,9 @@ from openai.types.chat import completion_create_params as chat_create_params
 from pydantic import BaseModel
 
 from dspark.decoding import SamplingSettings
-from dspark.engine.core import EngineSettings
 from dspark.engine.engine import Engine
 from dspark.engine.loading import Parts, load_parts
+from dspark.engine.settings import EngineSettings
 from dspark.models.embedded import NAME as MODEL
 from dspark.scheduling import Fixed
 from dspark.server.app import create_app

@@ -295,8 +295,8 @@ def _profile(
     models: Models, policies: Sequence[Policy], max_concurrency: int, kv_memory_bytes: int | None
 ) -> StoredProfile | None:
     """What steps cost here, where a policy asks; measured now if it is not known, which stderr tells."""
-    from dspark.engine.core import EngineSettings
     from dspark.engine.loading import known_or_measured
+    from dspark.engine.settings import EngineSettings
 
     if models.drafter is None or not any(policy.needs_cost for policy in policies):
         return None

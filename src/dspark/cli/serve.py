@@ -24,8 +24,8 @@ if TYPE_CHECKING:
     from types import FrameType
 
     from dspark.cli.models import Models
-    from dspark.engine.core import EngineSettings
     from dspark.engine.profile import StoredProfile
+    from dspark.engine.settings import EngineSettings
     from dspark.scheduling import Policy
     from dspark.server.settings import ServerSettings
 
@@ -105,7 +105,7 @@ def serve(
     - `DSPARK_API_KEY=secret dspark serve --host 0.0.0.0 --max-concurrency 64 --kv-memory 4`
     - `dspark serve --target TARGET --drafter DRAFTER --policy fixed:3`
     """
-    from dspark.engine.core import EngineSettings
+    from dspark.engine.settings import EngineSettings
     from dspark.scheduling import Off, parse_policy
     from dspark.server.settings import ServerSettings
 

@@ -10,8 +10,10 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from dspark.drafters.protocol import Drafter
-from dspark.engine.core import EngineCore, EngineSettings, RequestHandle
+from dspark.engine.core import EngineCore
 from dspark.engine.request import Request
+from dspark.engine.request_handle import RequestHandle
+from dspark.engine.settings import EngineSettings
 from dspark.evaluation.answers import Answer, Timing
 from dspark.evaluation.questions import Conversation, DoesNotFit, Question
 from dspark.evaluation.rounds import RoundRecord

@@ -10,9 +10,10 @@ from dataclasses import dataclass
 from statistics import median
 
 from dspark.drafters.protocol import Drafter
-from dspark.engine.core import EngineCore, EngineSettings
+from dspark.engine.core import EngineCore
 from dspark.engine.request import Delta
 from dspark.engine.request_stream import RequestStream
+from dspark.engine.settings import EngineSettings
 from dspark.engine.statistics import StepTotals
 from dspark.models.target import Target
 from dspark.scheduling import Policy, StepCost, StepRecord

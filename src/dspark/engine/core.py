@@ -2,102 +2,27 @@
 
 from __future__ import annotations
 
-import math
 import time
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass
 
 from transformers import PreTrainedTokenizerBase
 
-from dspark.decoding import SamplingSettings
 from dspark.drafters.protocol import Drafter
+from dspark.engine.admission import check_fits
 from dspark.engine.choice import Choice
 from dspark.engine.heap import EVERY_STEPS, trim_heap
 from dspark.engine.queue import FairQueue
-from dspark.engine.request import Delta, Request, RequestResult, check_whole_number
+from dspark.engine.request import Delta, Request, RequestResult
+from dspark.engine.request_handle import RequestHandle
+from dspark.engine.settings import EngineSettings
 from dspark.engine.slots import Slots
 from dspark.engine.statistics import EngineStatistics, StepTotals
 from dspark.engine.step import Row, Stepper
 from dspark.models.target import Target
-from dspark.scheduling import Off, Policy, StepCost, StepRecord, parse_own_policy
+from dspark.scheduling import Off, Policy, StepCost, StepRecord
 
-__all__ = ["EngineCore", "EngineSettings", "RequestHandle"]
-
-_FARTHEST = 1e10  # for numbers that logits are added to, multiplied with or divided by: float32 ends at 3e38
-
-
-@dataclass(frozen=True, kw_only=True)
-class EngineSettings:
-    """What an engine may use.
-
-    Attributes:
-        max_concurrency: choices decoded at once.
-        max_length: prompt and generated tokens of a choice at most; None for as much as context and memory let.
-        kv_memory_bytes: for keys and values of target and drafter; None for ``max_concurrency`` choices of
-            ``max_length``, or 1 GiB if that is None, too.
-        max_prefill_tokens: prompt tokens of a step at most, so that long prompts do not hold up those who decode.
-        max_waiting: requests that may wait before more are refused.
-        max_choices: answers that a request may ask for.
-        reuse_prefixes: whether what was computed of earlier prompts and answers serves later prompts.
-
-    Raises:
-        ValueError: naming the field.
-    """
-
-    max_concurrency: int = 32
-    max_length: int | None = None
-    kv_memory_bytes: int | None = None
-    max_prefill_tokens: int = 256
-    max_waiting: int = 1024
-    max_choices: int = 128
-    reuse_prefixes: bool = True
-
-    def __post_init__(self) -> None:
-        for name in ("max_concurrency", "max_prefill_tokens", "max_waiting", "max_choices"):
-            check_whole_number(name, getattr(self, name), least=1)
-        if self.max_length is not None:
-            check_whole_number("max_length", self.max_length, least=2)  # a prompt and an answer
-        if self.kv_memory_bytes is not None:
-            check_whole_number("kv_memory_bytes", self.kv_memory_bytes, least=1)
-
-
-@dataclass(kw_only=True, eq=False)
-class RequestHandle:
-    """A request in the engine.
-
-    Attributes:
-        choices: the first one alone until its prompt can be shared (`is_forked`): they take memory, however long they
-            wait.
-        first_choice_id: ids of all choices follow on one another.
-        result: None until it is finished.
-        error: of its own, which has ended it without a result.
-    """
-
-    request_id: int
-    request: Request
-    first_choice_id: int
-    choices: list[Choice]
-    num_open: int  # choices that are not finished
-    submitted_at: float
-    on_delta: Callable[[Delta], None] | None
-    on_result: Callable[[RequestResult], None] | None
-    on_error: Callable[[Exception], None] | None
-    result: RequestResult | None = None
-    error: Exception | None = None
-    reused_tokens: int | None = None
-    started_at: float | None = None
-    first_token_at: float | None = None
-
-    @property
-    def is_forked(self) -> bool:
-        """Whether all choices are there."""
-        return len(self.choices) == self.request.n
-
-    @property
-    def is_finished(self) -> bool:
-        """Whether every choice has ended, or an error has ended it."""
-        return self.result is not None or self.error is not None
+__all__ = ["EngineCore"]
 
 
 class EngineCore:
@@ -242,37 +167,14 @@ class EngineCore:
 
     def check(self, request: Request) -> None:
         """Raise ValueError, naming the field, unless the request can run here."""
-        vocab_size = self._target.config.vocab_size
-        if len(request.prompt_ids) >= self.max_length:
-            raise ValueError(
-                f"prompt has {len(request.prompt_ids)} tokens; here a prompt and its answer have {self.max_length} "
-                "together at most (context, max_length or kv_memory_bytes)"
-            )
-        if not all(0 <= token < vocab_size for token in request.prompt_ids):
-            raise ValueError(f"prompt holds a token id outside the vocabulary 0..{vocab_size - 1}")
-        _check_sampling(request.sampling, vocab_size)
-        self._check_policy(request.policy)
-        if request.stop_strings and self._tokenizer is None:
-            raise ValueError("stop_strings need a tokenizer")
-        for name in ("logprobs", "prompt_logprobs"):
-            if (getattr(request, name) or 0) > vocab_size:
-                raise ValueError(f"{name} is {getattr(request, name)}; the vocabulary has {vocab_size} tokens")
-        if request.n > self.settings.max_choices:
-            raise ValueError(f"n is {request.n}; here it must be at most {self.settings.max_choices} (max_choices)")
-        if request.grammar is not None and request.grammar.vocab_size != vocab_size:
-            raise ValueError(
-                f"grammar is for a vocabulary of {request.grammar.vocab_size} tokens; this target has {vocab_size}: "
-                "compile it with Engine.grammars"
-            )
-
-    def _check_policy(self, name: str | None) -> None:
-        own = None if name is None else parse_own_policy(name)
-        if own is None or isinstance(own, Off):
-            return
-        if self._drafter is None:
-            raise ValueError(f"policy is {name!r}, but this engine runs without a drafter (its policy is off)")
-        if own.needs_confidences and not self._drafter.has_confidence_head:
-            raise ValueError(f"policy is {name!r}, but the drafter has no confidence head: give off or fixed:K")
+        check_fits(
+            request,
+            vocab_size=self._target.config.vocab_size,
+            max_length=self.max_length,
+            max_choices=self.settings.max_choices,
+            drafter=self._drafter,
+            has_tokenizer=self._tokenizer is not None,
+        )
 
     def cancel(self, handle: RequestHandle) -> None:
         """End a request where it is and free its memory at once; nothing happens if it is finished or abandoned.
@@ -506,23 +408,6 @@ class EngineCore:
             self._finished[str(choice.finish_reason)] += 1
         if handle.on_result is not None:
             handle.on_result(handle.result)
-
-
-def _check_sampling(settings: SamplingSettings, vocab_size: int) -> None:
-    """Refuse what leaves no distribution, or overflows float32 on the way: it would fail in a step, beside others."""
-    if any(token >= vocab_size for token in settings.logit_bias):
-        raise ValueError(f"logit_bias names a token id outside the vocabulary 0..{vocab_size - 1}")
-    forbidden = sum(bias == -math.inf for bias in settings.logit_bias.values())
-    if forbidden == vocab_size:
-        raise ValueError("logit_bias forbids every token: leave one")
-    if any(_FARTHEST < abs(bias) < math.inf for bias in settings.logit_bias.values()):
-        raise ValueError(f"logit_bias is beyond {_FARTHEST:g}: give less, or -inf to forbid a token")
-    if settings.temperature > _FARTHEST:
-        raise ValueError(f"temperature is {settings.temperature:g}; it must be at most {_FARTHEST:g}")
-    if not 1 / _FARTHEST <= settings.repetition_penalty <= _FARTHEST:
-        raise ValueError(
-            f"repetition_penalty is {settings.repetition_penalty:g}; it must be {1 / _FARTHEST:g} to {_FARTHEST:g}"
-        )
 
 
 def _row(choice: Choice, start: int, length: int) -> Row:

@@ -2,157 +2,33 @@
 
 from __future__ import annotations
 
-import asyncio
 import atexit
 import threading
 import time
 from collections import deque
-from collections.abc import AsyncGenerator, Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
-from contextlib import suppress
-from functools import partial
 from types import TracebackType
 from typing import Self
 
 from dspark.decoding import SamplingSettings
 from dspark.drafters.protocol import Drafter
-from dspark.engine.core import EngineCore, EngineSettings, RequestHandle
+from dspark.engine.core import EngineCore
 from dspark.engine.grammar import Grammar, GrammarCompiler
 from dspark.engine.queue import QueueFull
-from dspark.engine.request import Delta, Request, RequestResult, token_ids
+from dspark.engine.request import Request, RequestResult, token_ids
+from dspark.engine.request_handle import RequestHandle
+from dspark.engine.settings import EngineSettings
 from dspark.engine.statistics import EngineStatistics
+from dspark.engine.submitted import EngineError, Generation
 from dspark.models.chat import chat_token_ids, text_token_ids
 from dspark.models.loading import LoadedTarget
 from dspark.scheduling import Policy, StepCost, StepRecord, parse_policy
 
-__all__ = ["Engine", "EngineError", "Generation"]
+__all__ = ["Engine"]
 
 _ERRORS_IN_A_ROW = 3
 _WAIT_SECONDS = 0.01
-
-
-class EngineError(RuntimeError):
-    """A request was lost to an error, of its own or inside the engine, or the engine has ended: see ``__cause__``."""
-
-
-class Generation:
-    """A submitted request: its deltas as they come, its result, and a way to end it. Safe to use from any thread."""
-
-    def __init__(self, engine: Engine, request: Request) -> None:
-        self.request = request
-        self._engine = engine
-        self._handle: RequestHandle | None = None
-        self._changed = threading.Condition()
-        self._deltas: list[Delta] = []
-        self._result: RequestResult | None = None
-        self._error: BaseException | None = None
-        self._listeners: list[Callable[[], None]] = []
-
-    def deltas(self, timeout: float | None = None) -> Iterator[Delta]:
-        """What each step adds, from the first on, until every choice has ended.
-
-        Args:
-            timeout: seconds to wait for a delta.
-
-        Raises:
-            EngineError: the request was lost.
-            TimeoutError: no delta came in time.
-        """
-        seen = 0
-        while True:
-            with self._changed:
-                if not self._wait_for(partial(self._has_more_than, seen), timeout):
-                    raise TimeoutError(f"no delta in {timeout} seconds")
-                fresh = self._deltas[seen:]
-            yield from fresh
-            seen += len(fresh)
-            if not fresh:
-                self._raise_error()
-                return
-
-    async def __aiter__(self) -> AsyncGenerator[Delta, None]:
-        """The same in an event loop, which is not held up."""
-        loop, changed, seen = asyncio.get_running_loop(), asyncio.Event(), 0
-
-        def listener() -> None:
-            with suppress(RuntimeError):  # the loop was closed in the middle: nobody listens any more
-                loop.call_soon_threadsafe(changed.set)
-
-        with self._changed:
-            self._listeners.append(listener)
-        try:
-            while True:
-                changed.clear()
-                with self._changed:
-                    fresh, is_over = self._deltas[seen:], self._is_over
-                for delta in fresh:
-                    yield delta
-                seen += len(fresh)
-                if not fresh:
-                    if is_over:
-                        self._raise_error()
-                        return
-                    await changed.wait()
-        finally:
-            with self._changed:
-                self._listeners.remove(listener)
-
-    def result(self, timeout: float | None = None) -> RequestResult:
-        """Wait until every choice has ended.
-
-        Args:
-            timeout: seconds.
-
-        Raises:
-            EngineError: the request was lost.
-            TimeoutError: it has not ended in time; it goes on.
-        """
-        with self._changed:
-            if not self._wait_for(lambda: self._is_over, timeout):
-                raise TimeoutError(f"the request has not ended in {timeout} seconds")
-        self._raise_error()
-        assert self._result is not None, "it is over"
-        return self._result
-
-    def cancel(self) -> None:
-        """End it where it is: the result then holds what there was, with finish reason ``cancelled``."""
-        self._engine._cancel(self)
-
-    def _wait_for(self, is_there: Callable[[], bool], timeout: float | None) -> bool:
-        if not is_there() and threading.current_thread() is self._engine._thread:
-            raise RuntimeError("the engine's own thread cannot wait for what it has to compute: ask from another one")
-        return self._changed.wait_for(is_there, timeout)
-
-    def _has_more_than(self, seen: int) -> bool:
-        return self._is_over or len(self._deltas) > seen
-
-    @property
-    def _is_over(self) -> bool:
-        return self._result is not None or self._error is not None
-
-    def _raise_error(self) -> None:
-        if self._error is not None:
-            raise EngineError(f"the request was lost: {self._error}") from self._error
-
-    # Called by the engine's thread.
-
-    def _add(self, delta: Delta) -> None:
-        with self._changed:
-            self._deltas.append(delta)
-            self._notify()
-
-    def _end(self, outcome: RequestResult | BaseException) -> None:
-        with self._changed:
-            if isinstance(outcome, RequestResult):
-                self._result = outcome
-            else:
-                self._error = outcome
-            self._notify()
-
-    def _notify(self) -> None:
-        self._changed.notify_all()
-        for listener in self._listeners:
-            listener()
 
 
 class Engine:
@@ -200,7 +76,7 @@ class Engine:
         self._is_closed = False
         self._has_ended = False  # nobody looks at commands any more
         self._error: BaseException | None = None
-        self._generations: dict[int, Generation] = {}  # unfinished, by request id; of the engine's thread
+        self._handles: dict[Generation, RequestHandle] = {}  # of those that are unfinished; of the engine's thread
         self._thread = threading.Thread(target=self._run, name="dspark-engine", daemon=True)
         self._thread.start()
         atexit.register(self.close)  # a thread in the middle of a pass when the interpreter goes down would abort it
@@ -401,7 +277,7 @@ class Engine:
         return prompt_ids
 
     def _submit_if_room(self, request: Request) -> Generation | None:
-        generation = Generation(self, request)
+        generation = Generation(request, cancel=self._cancel, engine_thread=self._thread)
         with self._wake:
             self._refuse_if_ended()
             if self._core.num_waiting + self._submitted >= self.settings.max_waiting:
@@ -458,7 +334,7 @@ class Engine:
                 generation.request,
                 on_delta=generation._add,
                 on_result=lambda result: self._finish(generation, result),
-                on_error=lambda error: self._fail(generation, error),
+                on_error=lambda error: self._finish(generation, error),
                 is_accepted=True,
             )
         except Exception as error:
@@ -467,24 +343,18 @@ class Engine:
         finally:
             with self._wake:
                 self._submitted -= 1
-        generation._handle = handle
-        self._generations[handle.request_id] = generation
+        self._handles[generation] = handle
 
-    def _finish(self, generation: Generation, result: RequestResult) -> None:
-        del self._generations[result.request_id]
-        generation._end(result)
-
-    def _fail(self, generation: Generation, error: Exception) -> None:
-        assert generation._handle is not None, "it runs"
-        del self._generations[generation._handle.request_id]
-        generation._end(error)
+    def _finish(self, generation: Generation, outcome: RequestResult | Exception) -> None:
+        del self._handles[generation]
+        generation._end(outcome)
 
     def _core_cancel(self, generation: Generation) -> None:
-        if generation._handle is not None:
-            self._core.cancel(generation._handle)
+        if generation in self._handles:
+            self._core.cancel(self._handles[generation])
 
     def _cancel_all(self) -> None:
-        for generation in list(self._generations.values()):
+        for generation in list(self._handles):
             self._core_cancel(generation)
 
     def _lose_all(self, error: BaseException) -> None:
@@ -492,9 +362,9 @@ class Engine:
         try:
             self._core.abandon()
         finally:
-            for generation in list(self._generations.values()):
+            for generation in list(self._handles):
                 generation._end(error)
-            self._generations.clear()
+            self._handles.clear()
 
     def _die(self, error: BaseException) -> None:
         with self._wake:

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 
 from dspark.drafters.checkpoint import load_drafter
 from dspark.drafters.registry import TrainableDrafter
-from dspark.engine.core import EngineSettings
 from dspark.engine.profile import StoredProfile, profile_key, read_profile, write_profile
 from dspark.engine.profile_measurement import measured_profile
+from dspark.engine.settings import EngineSettings
 from dspark.models.loading import LoadedTarget, load_target
 from dspark.scheduling import Off, Policy, StepCost
 

@@ -8,8 +8,10 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from dspark.drafters.protocol import Drafter
-from dspark.engine.core import EngineCore, EngineSettings, RequestHandle
+from dspark.engine.core import EngineCore
 from dspark.engine.request import Request
+from dspark.engine.request_handle import RequestHandle
+from dspark.engine.settings import EngineSettings
 from dspark.models.target import Target
 from dspark.scheduling import Drafts, PastSurvivals, StepBatch, StepCost, StepPlan, StepRecord, StepSeconds
 from dspark.scheduling.admission import verify_lengths

@@ -8,10 +8,10 @@ from typing import Any
 from fastapi import APIRouter, Request, Response
 from fastapi.concurrency import run_in_threadpool
 
-from dspark.engine.engine import Generation
 from dspark.engine.grammar import Grammar
 from dspark.engine.request import Completion, RequestResult, TokenLogprob
 from dspark.engine.request import Request as EngineRequest
+from dspark.engine.submitted import Generation
 from dspark.models.chat import chat_token_ids
 from dspark.server.chat_protocol import (
     AnswerMessage,

@@ -8,10 +8,10 @@ from itertools import chain
 from fastapi import APIRouter, Request, Response
 from fastapi.concurrency import run_in_threadpool
 
-from dspark.engine.engine import Generation
 from dspark.engine.grammar import Grammar
 from dspark.engine.request import Completion, TokenLogprob
 from dspark.engine.request import Request as EngineRequest
+from dspark.engine.submitted import Generation
 from dspark.models.chat import text_token_ids
 from dspark.server.completion_protocol import (
     CompletionChoice,

@@ -9,10 +9,10 @@ from typing import Any
 from fastapi import Request as HttpRequest
 
 from dspark.decoding import SamplingSettings
-from dspark.engine.engine import EngineError, Generation
 from dspark.engine.grammar import Grammar
 from dspark.engine.queue import QueueFull
 from dspark.engine.request import Request
+from dspark.engine.submitted import EngineError, Generation
 from dspark.server.errors import ApiError, first_word
 from dspark.server.protocol import GenerationParameters
 from dspark.server.state import ServerState, prefix_namespace, turn

@@ -8,9 +8,9 @@ from contextlib import aclosing
 
 from fastapi import Request
 
-from dspark.engine.engine import EngineError, Generation
 from dspark.engine.grammar import GrammarError
 from dspark.engine.request import Delta
+from dspark.engine.submitted import EngineError, Generation
 from dspark.server.errors import ApiError
 from dspark.server.state import ServerState
 

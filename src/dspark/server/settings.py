@@ -12,7 +12,7 @@ __all__ = ["ServerSettings"]
 
 @dataclass(frozen=True, kw_only=True)
 class ServerSettings:
-    """Settings of the HTTP side; those of memory and concurrency are `dspark.engine.core.EngineSettings`.
+    """Settings of the HTTP side; those of memory and concurrency are `dspark.engine.settings.EngineSettings`.
 
     Attributes:
         host: address to listen at.

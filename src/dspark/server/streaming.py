@@ -14,8 +14,8 @@ from pydantic import BaseModel
 from starlette.responses import StreamingResponse
 from starlette.types import Receive, Scope, Send
 
-from dspark.engine.engine import Generation
 from dspark.engine.request import Delta, FinishReason
+from dspark.engine.submitted import Generation
 from dspark.server.errors import ApiError, api_error, client_gone
 from dspark.server.running import is_gone, observed
 from dspark.server.state import ServerState
