@@ -149,3 +149,9 @@ def test_the_openapi_document_names_every_route(client):
     paths = client.get("/openapi.json").json()["paths"]
     wanted = {"/v1/chat/completions", "/v1/completions", "/v1/models", "/health", "/metrics", "/version", "/tokenize"}
     assert wanted <= set(paths)
+
+
+def test_the_document_explains_what_openai_does_not_have() -> None:
+    properties = loading_app(ServerSettings()).openapi()["components"]["schemas"]["ChatRequest"]["properties"]
+    for name in ("ignore_eos", "min_tokens", "stop_token_ids", "user", "model"):
+        assert properties[name]["description"].endswith("."), name

@@ -35,7 +35,12 @@ Text = Annotated[str, AfterValidator(characters)]
 class Body(BaseModel):
     """A part of a request: types are not bent, and what is unknown is an error."""
 
-    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
+    model_config = ConfigDict(
+        extra="forbid",
+        strict=True,
+        allow_inf_nan=False,
+        use_attribute_docstrings=True,  # into the OpenAPI document
+    )
 
 
 @dataclass(frozen=True)
