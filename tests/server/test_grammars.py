@@ -10,7 +10,7 @@ import httpx2
 import pytest
 
 from dspark.engine.grammar import GrammarCompiler, GrammarError, GrammarState
-from dspark.server import asked
+from dspark.server import structured_output
 from tests.server.small import make_app, served, wait_until
 
 BODY: dict[str, Any] = {"prompt": "x", "max_tokens": 4, "response_format": {"type": "json_object"}}
@@ -34,7 +34,7 @@ def test_while_others_compile_what_is_known_does_not_wait_and_what_is_too_much_i
     with engine, served(app) as url, httpx2.Client(base_url=url, timeout=60) as client, ThreadPoolExecutor(8) as pool:
         assert client.post("/v1/completions", json=BODY).status_code == 200
         monkeypatch.setattr(GrammarCompiler, "_compile", slow)
-        monkeypatch.setattr(asked, "MOST_WAITING_TO_COMPILE", 1)
+        monkeypatch.setattr(structured_output, "MOST_WAITING_TO_COMPILE", 1)
         try:
             first = [pool.submit(client.post, "/v1/completions", json=regex(f"a{{{i}}}")) for i in (1, 2)]
             wait_until(lambda: len(compiled) == 2)
