@@ -76,3 +76,38 @@ def test_a_stop_string_before_an_unfinished_character_is_not_shown() -> None:
     shown = "".join(incremental.push(vocabulary[token]) for token in ("a", "b", ".Ã"))
     assert shown + incremental.finish() == incremental.text == "a"
     assert incremental.stopped
+
+
+class CountingTokenizer:
+    """Counts the tokens that were decoded."""
+
+    def __init__(self) -> None:
+        self.decoded = 0
+
+    def decode(self, token_ids: list[int], **options: object) -> str:
+        self.decoded += len(token_ids)
+        return str(TOKENIZER.decode(token_ids, **options))
+
+
+@given(st.binary(min_size=1, max_size=60))
+def test_bytes_that_are_no_text_come_out_as_they_would_together(data: bytes) -> None:
+    tokens = [TOKENIZER.convert_tokens_to_ids(byte_symbol(byte)) for byte in data]
+    incremental = IncrementalText(TOKENIZER)
+    text = "".join(incremental.push(token) for token in tokens) + incremental.finish()
+    assert text == TOKENIZER.decode(tokens)
+
+
+def test_an_answer_without_a_whole_character_costs_each_token_the_same() -> None:
+    tokenizer = CountingTokenizer()
+    incremental = IncrementalText(tokenizer)  # type: ignore[arg-type]
+    token = TOKENIZER("é")["input_ids"][0]
+    shown = "".join(incremental.push(token) for _ in range(1000))
+    assert len(shown) >= 990
+    assert tokenizer.decoded < 20_000
+
+
+def byte_symbol(byte: int) -> str:
+    """The symbol that stands for a byte in a byte-level vocabulary."""
+    shown = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    hidden = [other for other in range(256) if other not in shown]
+    return chr(byte) if byte in shown else chr(256 + hidden.index(byte))

@@ -7,6 +7,9 @@ from collections.abc import Sequence
 from transformers import PreTrainedTokenizerBase
 
 _REPLACEMENT = "�"
+_UNFINISHED = 3
+"""Bytes of a character that is not complete, at most; decoders write one or as many replacement characters for them."""
+_LONGEST_WINDOW, _SHORTEST_WINDOW = 16, 6
 
 
 class IncrementalText:
@@ -24,9 +27,8 @@ class IncrementalText:
         self._tokenizer = tokenizer
         self._stop_strings = tuple(stop_strings)
         self._token_ids: list[int] = []
-        # Tokens before _window_start are final; those up to _decoded have been turned into text.
-        self._window_start = 0
-        self._decoded = 0
+        self._window_start = 0  # tokens from here on are decoded again with each new one
+        self._ready = 0  # characters of that text that are out of the decoder
         self._held = ""
         self._shown: list[str] = []
         self.stopped = False
@@ -64,14 +66,15 @@ class IncrementalText:
         return shown
 
     def _new_text(self, *, final: bool) -> str:
-        # A window that begins one chunk earlier keeps what a decoder does at the start of a text (dropping a space,
-        # say) out of the difference.
-        before = self._decode(self._token_ids[self._window_start : self._decoded])
-        now = self._decode(self._token_ids[self._window_start :])
-        if len(now) <= len(before) or (now.endswith(_REPLACEMENT) and not final):
-            return ""
-        self._window_start, self._decoded = self._decoded, len(self._token_ids)
-        return now[len(before) :]
+        text = self._decode(self._token_ids[self._window_start :])
+        unfinished = 0 if final else min(len(text) - len(text.rstrip(_REPLACEMENT)), _UNFINISHED)
+        ready = max(len(text) - unfinished, self._ready)
+        new, self._ready = text[self._ready : ready], ready
+        if len(self._token_ids) - self._window_start == _LONGEST_WINDOW:
+            # Enough tokens stay for what a decoder does at the start of a text (dropping a space, say) not to matter.
+            self._window_start = len(self._token_ids) - _SHORTEST_WINDOW
+            self._ready = len(self._decode(self._token_ids[self._window_start :])) - unfinished
+        return new
 
     def _decode(self, token_ids: list[int]) -> str:
         text = self._tokenizer.decode(token_ids, skip_special_tokens=True)
