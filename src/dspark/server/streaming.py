@@ -23,7 +23,7 @@ from dspark.server.state import ServerState
 STREAM_RESPONSES: dict[int | str, dict[str, Any]] = {
     200: {
         "description": "The answer; with `stream`, server-sent events, each a chunk of it in JSON, and `[DONE]`",
-        "content": {"text/event-stream": {"schema": {"type": "string"}}},
+        "content": {"text/event-stream": {}},  # OpenAPI 3.1 has no words for the schema of an event
     }
 }
 """``responses`` of a route that may answer with an `EventStream`."""
