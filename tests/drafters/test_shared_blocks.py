@@ -7,7 +7,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from dspark.drafters import DrafterCache, TrainableDrafter, greedy_sampler
+from dspark.drafters import DrafterCache, DSparkDrafter, TrainableDrafter, greedy_sampler
 from dspark.models.block_tables import BlockTables
 from tests.drafters.conftest import VARIANTS, Context
 from tests.drafters.test_kinds import CLOSE, Forced, extend, fill, forced_logits
@@ -130,5 +130,26 @@ def test_context_does_not_wait_without_end(
     for start, waiting in ((0, 3), (3, 6), (6, 0), (9, 3)):
         extend(drafter, cache, {3: (start, context.cut(start, start + 3))})
         assert cache.num_waiting == waiting
+    fresh = fill(drafter, {0: context}, 1, 50)
+    torch.testing.assert_close(forced_logits(drafter, cache, 3, 9), forced_logits(drafter, fresh, 0, 9), **CLOSE)
+
+
+def test_context_still_waits_after_an_error(
+    drafter_of: DrafterOf, context_of: ContextOf, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An engine goes on after an error, and prefixes that were computed before it serve others."""
+    drafter = drafter_of("vanilla")
+    assert isinstance(drafter, DSparkDrafter)
+    context = context_of(drafter, 12)
+    cache = new_cache(drafter, make_tables({3: [1]}))
+    extend(drafter, cache, {3: (0, context)})
+
+    def fail(taps_NT: torch.Tensor) -> None:
+        raise MemoryError
+
+    with monkeypatch.context() as patch:
+        patch.setattr(drafter._computation, "context", fail)
+        with pytest.raises(MemoryError):
+            forced_logits(drafter, cache, 3, 9)
     fresh = fill(drafter, {0: context}, 1, 50)
     torch.testing.assert_close(forced_logits(drafter, cache, 3, 9), forced_logits(drafter, fresh, 0, 9), **CLOSE)

@@ -143,7 +143,7 @@ class DSparkDrafter(DraftModel):
         """Compute and store the keys and values of what waits, in every draft layer (SPEC eq. 2-3)."""
         if not cache.waiting:
             return
-        waiting, cache.waiting = cache.waiting, []
+        waiting = cache.waiting
         keys, values = self._computation.context(torch.cat([context.taps_NT for context in waiting]))
         positions_N = torch.cat([context.places.positions_N for context in waiting])
         last_position = max(context.places.last_position for context in waiting)
@@ -155,6 +155,7 @@ class DSparkDrafter(DraftModel):
             cache.keys[:, :, context.places.rows] = keys[:, :, start:end]
             cache.values[:, :, context.places.rows] = values[:, :, start:end]
             start = end
+        cache.waiting = []  # not before: after an error, others may still read these places as their prefix
 
     @torch.no_grad()
     def propose(
