@@ -70,6 +70,18 @@ def test_a_row_has_the_same_bits_alone_and_in_company(
             torch.testing.assert_close(together[row], alone[0])
 
 
+def test_it_goes_by_the_weights_as_they_were(drafter_of: DrafterOf, context_of: ContextOf) -> None:
+    drafter = wide(drafter_of, "none")
+    drafter.compute_in_int8()
+    contexts = {0: context_of(drafter, 9)}
+    expected, _ = forced(drafter, contexts, [7])
+    with torch.no_grad():
+        for name, parameter in drafter.named_parameters():
+            if not name.startswith("embed_tokens"):
+                parameter.mul_(2.0)
+    assert torch.equal(forced(drafter, contexts, [7])[0], expected)
+
+
 def test_a_loaded_drafter_computes_as_its_target_does_unless_told(
     tmp_path: Path, drafter_of: DrafterOf, target: FakeTarget
 ) -> None:

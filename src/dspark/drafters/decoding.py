@@ -127,20 +127,20 @@ class Int8Computation:
         self._kv_shape = (config.num_hidden_layers, 2, config.num_key_value_heads, config.head_dim)
         first_key_row = config.num_attention_heads * config.head_dim
         self._fc = _int8(drafter.fc.weight)
-        self._context_norm_H = drafter.hidden_norm.weight.detach().float()
+        self._context_norm_H = _copy(drafter.hidden_norm.weight)
         self._context_kv = _int8(fused.qkv_LOH[:, first_key_row:].flatten(0, 1))
-        self._key_norms_L11d = fused.head_norms_L2d[:, 1, None, None].float()
+        self._key_norms_L11d = _copy(fused.head_norms_L2d[:, 1, None, None])
         norms_Lhd = head_norms(
             fused.head_norms_L2d.float(), config.num_attention_heads, config.num_key_value_heads
         ).contiguous()
         layers = [
             DecoderLayer(
-                attention_norm_H=layer.input_layernorm.weight.detach().float(),
+                attention_norm_H=_copy(layer.input_layernorm.weight),
                 qkv=_int8(fused.qkv_LOH[index]),
                 qk_norm_hD=norms_Lhd[index],
                 output=_int8(layer.self_attn.o_proj.weight),
                 post_attention_norm_H=None,
-                mlp_norm_H=layer.post_attention_layernorm.weight.detach().float(),
+                mlp_norm_H=_copy(layer.post_attention_layernorm.weight),
                 gate_up=_int8(fused.gate_up_LOH[index]),
                 down=_int8(layer.mlp.down_proj.weight),
                 post_mlp_norm_H=None,
@@ -158,7 +158,7 @@ class Int8Computation:
             query_scale=config.head_dim**-0.5,
             activation="silu",
         )
-        self._kernel = DecoderKernel(shape, layers, drafter.norm.weight.detach().float())
+        self._kernel = DecoderKernel(shape, layers, _copy(drafter.norm.weight))
         self._lm_head = _int8(drafter.lm_head.weight)
         self._correction = _int8(drafter.markov_head.markov_w2.weight) if config.markov_rank > 0 else None
 
@@ -183,6 +183,10 @@ class Int8Computation:
 def head_norms(norms_L2d: Tensor, heads: int, kv_heads: int) -> Tensor:
     """q_norm for every query head and k_norm for every key head, side by side: ``[L, h + g, d]``."""
     return torch.cat((norms_L2d[:, :1].expand(-1, heads, -1), norms_L2d[:, 1:].expand(-1, kv_heads, -1)), dim=1)
+
+
+def _copy(weight: Tensor) -> Tensor:
+    return weight.detach().float().clone()
 
 
 def _int8(weight_OI: Tensor) -> GroupedInt8Linear:
