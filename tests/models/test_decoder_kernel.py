@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+import copy
+import gc
 import logging
+from typing import Any
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from dspark.models import decoder
+from dspark.models.config import DecoderConfig
 from dspark.models.decoder import Decoder
 from dspark.models.int8_intrinsics import has_dot_products
+from dspark.models.rope import RopeSettings
 from dspark.types import Segment
 from tests.models.test_parity import CONFIGS, ours, random_model
 
@@ -81,3 +88,150 @@ def test_a_processor_without_the_instructions_is_told_and_served(
     assert sum("AVX512-VNNI" in record.message for record in caplog.records) == 1
     assert models[0]._kernel is None
     assert (states(models[0]) - exact).norm() < 0.05 * exact.norm()
+
+
+@needs_instructions
+@torch.no_grad()
+def test_a_cache_of_another_model_is_refused() -> None:
+    """The compiled pass would write beside it."""
+    model = ours(random_model(CONFIGS["gemma3"]), "int8")
+    for name, compute_dtype in (("llama", "int8"), ("gemma3", "bfloat16")):
+        cache = ours(random_model(CONFIGS[name]), compute_dtype).new_cache(1, 16)
+        with pytest.raises(ValueError, match="take one from its new_cache"):
+            model.forward(torch.tensor([1, 2]), [Segment(0, 0, 2)], cache)
+
+
+@needs_instructions
+@torch.no_grad()
+def test_a_copy_outlives_the_original() -> None:
+    model = ours(random_model(CONFIGS["qwen3"]), "int8")
+    expected = states(model)
+    copied = copy.deepcopy(model)
+    for layer in model._layers:
+        for linear in (layer.qkv, layer.output, layer.gate_up, layer.down):
+            linear.packed.zero_()  # type: ignore[attr-defined]
+    del model
+    gc.collect()
+    assert torch.equal(states(copied), expected)
+
+
+@needs_instructions
+@torch.no_grad()
+def test_norms_of_a_checkpoint_may_be_strided() -> None:
+    reference = random_model(CONFIGS["llama"])
+    weights = {name: tensor.detach().clone() for name, tensor in reference.state_dict().items()}
+    strided = dict(weights)
+    for name, tensor in weights.items():
+        if "norm" in name:
+            tensor.fill_(0.7)
+            strided[name] = torch.tensor([0.7]).expand(tensor.shape)
+    config = DecoderConfig.from_huggingface(reference.config.to_dict())
+    models = [Decoder(config, tensors, compute_dtype="int8") for tensors in (weights, strided)]
+    assert torch.equal(states(models[0]), states(models[1]))
+
+
+def random_decoder(config: DecoderConfig, seed: int) -> Decoder:
+    c, generator = config, torch.Generator().manual_seed(seed)
+    q_size, kv_size = c.num_heads * c.head_dim, c.num_kv_heads * c.head_dim
+    shapes: dict[str, tuple[int, ...]] = {
+        "model.embed_tokens.weight": (c.vocab_size, c.hidden_size),
+        "model.norm.weight": (c.hidden_size,),
+    }
+    for index in range(c.num_layers):
+        linears = {
+            "self_attn.q_proj": (q_size, c.hidden_size, c.qkv_bias),
+            "self_attn.k_proj": (kv_size, c.hidden_size, c.qkv_bias),
+            "self_attn.v_proj": (kv_size, c.hidden_size, c.qkv_bias),
+            "self_attn.o_proj": (c.hidden_size, q_size, c.output_bias),
+            "mlp.gate_proj": (c.intermediate_size, c.hidden_size, c.mlp_bias),
+            "mlp.up_proj": (c.intermediate_size, c.hidden_size, c.mlp_bias),
+            "mlp.down_proj": (c.hidden_size, c.intermediate_size, c.mlp_bias),
+        }
+        layer: dict[str, tuple[int, ...]] = {
+            "input_layernorm.weight": (c.hidden_size,),
+            "post_attention_layernorm.weight": (c.hidden_size,),
+        }
+        for name, (size_out, size_in, has_bias) in linears.items():
+            layer[f"{name}.weight"] = (size_out, size_in)
+            if has_bias:
+                layer[f"{name}.bias"] = (size_out,)
+        if c.qk_norm:
+            layer |= {f"self_attn.{n}_norm.weight": (c.head_dim,) for n in "qk"}
+        if c.sandwich_norms:
+            layer |= {f"{n}_feedforward_layernorm.weight": (c.hidden_size,) for n in ("pre", "post")}
+        shapes |= {f"model.layers.{index}.{name}": shape for name, shape in layer.items()}
+    weights = {
+        name: torch.randn(shape, generator=generator) * (shape[1] ** -0.5 if len(shape) > 1 else 0.2) + (len(shape) < 2)
+        for name, shape in shapes.items()
+    }
+    return Decoder(config, weights, compute_dtype="int8")
+
+
+@st.composite
+def configs(draw: st.DrawFn) -> DecoderConfig:
+    head_dim, group = draw(st.sampled_from([(8, 2), (16, 2), (24, 3)]))  # each is compiled anew
+    kv_heads, layers = draw(st.integers(1, 3)), draw(st.integers(1, 3))
+    flags: dict[str, Any] = {
+        name: draw(st.booleans())
+        for name in ("qkv_bias", "output_bias", "mlp_bias", "qk_norm", "norm_adds_one", "sandwich_norms")
+    }
+    return DecoderConfig(
+        vocab_size=draw(st.integers(20, 70)),
+        hidden_size=draw(st.integers(5, 110)),
+        intermediate_size=draw(st.integers(1, 130)),
+        num_layers=layers,
+        num_heads=kv_heads * group,
+        num_kv_heads=kv_heads,
+        head_dim=head_dim,
+        norm_eps=1e-5,
+        max_position_embeddings=128,
+        tie_word_embeddings=True,
+        rope=RopeSettings.default(head_dim, 1e4),
+        sliding_rope=draw(st.sampled_from([None, RopeSettings.default(head_dim, 100.0)])),
+        rope_theta=1e4,
+        activation=draw(st.sampled_from(["silu", "gelu_tanh"])),
+        query_scale=head_dim**-0.5,
+        sliding_window=draw(st.integers(1, 40)),
+        sliding_layers=tuple(draw(st.lists(st.booleans(), min_size=layers, max_size=layers))),
+        **flags,
+    )
+
+
+@needs_instructions
+@given(
+    config=configs(),
+    lengths=st.lists(st.integers(1, 30), min_size=1, max_size=4),
+    threads=st.integers(1, 4),
+    seed=st.integers(0, 99),
+    data=st.data(),
+)
+@settings(max_examples=60, deadline=None)
+@torch.no_grad()
+def test_any_shape_is_computed_as_layer_by_layer_and_each_text_as_if_alone(
+    config: DecoderConfig, lengths: list[int], threads: int, seed: int, data: st.DataObject
+) -> None:
+    model = random_decoder(config, seed)
+    taps = data.draw(st.lists(st.integers(0, config.num_layers - 1), max_size=4))
+    generator = torch.Generator().manual_seed(seed)
+    texts = [torch.randint(0, config.vocab_size, (length,), generator=generator) for length in lengths]
+    embedding = model.embedding_weight_VH.clone()
+
+    def run(which: list[int], slots: list[int]) -> torch.Tensor:
+        segments = [Segment(slot, 0, lengths[index]) for slot, index in zip(slots, which, strict=True)]
+        cache = model.new_cache(len(texts), 30)
+        output = model.forward(torch.cat([texts[index] for index in which]), segments, cache, taps)
+        return torch.cat([output.hidden_NH, *([] if output.taps_NT is None else [output.taps_NT])], 1)
+
+    before = torch.get_num_threads()
+    try:
+        torch.set_num_threads(threads)
+        together = run(list(range(len(texts))), list(reversed(range(len(texts)))))
+    finally:
+        torch.set_num_threads(before)
+    assert torch.equal(together, torch.cat([run([index], [0]) for index in range(len(texts))]))
+    assert torch.equal(model.embedding_weight_VH, embedding)
+    model._kernel = None
+    one_by_one = run(list(range(len(texts))), list(range(len(texts))))
+    assert together.shape == one_by_one.shape
+    # A number in the middle between two int8 numbers may go either way, and all that follows it differs a little.
+    assert (together - one_by_one).norm() < 0.1 * one_by_one.norm()

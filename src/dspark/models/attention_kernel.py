@@ -90,14 +90,16 @@ def attend_rows(
     arguments = (*addresses, *shape, exponent_scale, 2**62 if window is None else window, first)
     threads = torch.get_num_threads()
     work = int(visible_N.sum()) * num_heads * head_dim if threads > 1 else 0
-    if not _in_parts(kernel, arguments, threads, min(4 * threads, work // _PART_WORK)):
+    if not _in_parts(kernel, arguments, threads, min(4 * threads, work // _PART_WORK), (tensors, out_NhD)):
         raise ValueError(
             "visible_N, slots_N or tables_SB name a position, slot or block outside the tables or the pool"
         )
     return out_NhD
 
 
-def _in_parts(kernel: Callable[..., bool], arguments: Sequence[Any], threads: int, parts: int) -> bool:
+def _in_parts(
+    kernel: Callable[..., bool], arguments: Sequence[Any], threads: int, parts: int, memory: Sequence[Any]
+) -> bool:
     if parts <= 1:
         return kernel(*arguments, 0, 1)
     left = iter(range(parts))  # to be taken by whoever is free: nothing waits for a thread that does not get a core
@@ -105,7 +107,7 @@ def _in_parts(kernel: Callable[..., bool], arguments: Sequence[Any], threads: in
     def take() -> bool:
         return all(kernel(*arguments, part, parts) for part in left)
 
-    return run_together(take, threads)
+    return run_together(take, threads, memory)
 
 
 @lru_cache

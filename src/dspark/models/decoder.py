@@ -294,7 +294,7 @@ class _WeightReader:
             raise ValueError(f"tensor {name} has shape {tuple(tensor.shape)}, the config asks for {shape}")
         self._left.discard(name)
         self._fingerprint.update(name, tensor)
-        return tensor.to(device=self._device, dtype=self._dtype)
+        return tensor.to(device=self._device, dtype=self._dtype).contiguous()
 
     def drop(self, name: str) -> None:
         self._left.discard(name)

@@ -52,6 +52,10 @@ class DecoderKernel:
         self._attention = attention_kernel(shape.head_dim, shape.num_heads // shape.num_kv_heads)
         self._kernel = _kernel()
 
+    def __reduce__(self) -> tuple[type[DecoderKernel], tuple[object, ...]]:
+        """A copy looks up the addresses of its own weights."""
+        return DecoderKernel, (self._shape, *self._held)
+
     def __call__(
         self,
         x_NH: torch.Tensor,
@@ -66,8 +70,17 @@ class DecoderKernel:
         Args:
             x_NH: float32, is written to.
             rope, sliding_rope: float32 ``[N, 1, D]`` as :meth:`~dspark.models.rope.RopeTable.lookup` returns them.
+
+        Raises:
+            ValueError: the cache is another model's, or its tables name what it has not.
         """
         c, threads = self._shape, torch.get_num_threads()
+        shape = (c.num_layers, c.num_kv_heads, plan.tables.num_rows, c.head_dim)
+        if cache.keys.shape != shape or cache.keys.dtype != torch.float32:
+            raise ValueError(
+                f"the cache holds {cache.keys.dtype} {tuple(cache.keys.shape)}, this model float32 {shape}: take one "
+                "from its new_cache"
+            )
         rows, hidden = x_NH.shape
         layers = sorted(set(tap_layers))
         taps_NT = torch.empty(rows, hidden * len(layers))
@@ -95,7 +108,8 @@ class DecoderKernel:
             min(rows * c.num_kv_heads, _PARTS * threads if threads > 1 else 1),
             (counters.ctypes.data + LINE - 1) // LINE * LINE, threads,
         )  # fmt: skip
-        if not run_together(lambda: self._kernel(*arguments), threads):
+        memory = (self, x_NH, rope, sliding_rope, plan, cache, token_rows, tap_columns, scratch, counters)
+        if not run_together(lambda: self._kernel(*arguments), threads, (*memory, out_NH, taps_NT)):
             raise ValueError("a slot, position or block of the pass is outside the tables or the cache")
         if not tap_layers:
             return out_NH, None
@@ -112,6 +126,7 @@ def _packed(linear: Linear) -> GroupedInt8Linear:
 
 def _addresses(layer: DecoderLayer) -> list[int]:
     def address(tensor: torch.Tensor | None) -> int:
+        assert tensor is None or tensor.is_contiguous(), "an address says nothing of strides"
         return 0 if tensor is None else tensor.data_ptr()
 
     def linear(linear: Linear) -> tuple[int, int]:

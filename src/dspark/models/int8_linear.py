@@ -68,6 +68,11 @@ class GroupedInt8Linear:
         self.packed[..., COLUMNS * GROUP :] = scales
 
     def __call__(self, x_NI: torch.Tensor) -> torch.Tensor:
+        if x_NI.ndim != 2 or x_NI.shape[1] != self.size_in or x_NI.dtype != torch.float32 or not x_NI.is_cpu:
+            raise ValueError(
+                f"an int8 layer of {self.size_in} inputs takes float32 rows of so many on the CPU, not {x_NI.dtype} "
+                f"{tuple(x_NI.shape)} on {x_NI.device}"
+            )
         x_NI = x_NI.contiguous()
         rows, groups = len(x_NI), self.packed.shape[1]
         y_NO = torch.empty(rows, self.padded_out)
@@ -79,7 +84,7 @@ class GroupedInt8Linear:
             y_NO.data_ptr(), self.padded_out, counters.ctypes.data, threads,
         )  # fmt: skip
         kernel = _kernel()
-        run_together(lambda: kernel(*arguments), threads)
+        run_together(lambda: kernel(*arguments), threads, (self, x_NI, scratch, counters, y_NO))
         return y_NO if self.padded_out == self.size_out else y_NO[:, : self.size_out].contiguous()
 
 

@@ -4,24 +4,37 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from contextlib import suppress
 from functools import lru_cache
 
 
-def run_together(task: Callable[[], bool], threads: int) -> bool:
+def run_together(task: Callable[[], bool], threads: int, memory: object) -> bool:
     """Run ``task`` here and in ``threads - 1`` helpers at once, and wait for all; whether all returned True.
 
     The task hands out its work itself, to whoever asks, and must be complete when the caller's own run returns: helpers
     may come late, or not at all.
+
+    Args:
+        memory: what the task knows by its addresses. It lives as long as a helper runs, even if Ctrl-C ends the wait.
     """
     if threads <= 1:
         return task()
-    helpers = [_threads(os.getpid()).submit(task) for _ in range(threads - 1)]
+    helpers: list[Future[bool]] = []
     try:
+        with suppress(RuntimeError):  # the interpreter is going down: there are no helpers any more
+            for _ in range(threads - 1):
+                helpers.append(_threads(os.getpid()).submit(_help, task, memory))
         done = task()
-    finally:  # none may outlive the call, and with it the memory
         others = [helper.result() for helper in helpers if not helper.cancel()]
+    except BaseException:  # a helper must not write to the caller's memory when the call is over
+        wait([helper for helper in helpers if not helper.cancel()])
+        raise
     return done and all(others)
+
+
+def _help(task: Callable[[], bool], memory: object) -> bool:
+    return task()
 
 
 @lru_cache(maxsize=1)
