@@ -5,6 +5,9 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from numba.core import config
 
 from dspark.models.int8_intrinsics import GROUP, has_dot_products
 from dspark.models.int8_linear import GroupedInt8Linear
@@ -81,3 +84,67 @@ def test_rows_may_be_strided_and_none_at_all() -> None:
     linear, x_NI = GroupedInt8Linear(random(50, 64, seed=0), None), random(6, 128, seed=1)
     assert torch.equal(linear(x_NI[::2, 32:96]), linear(x_NI[::2, 32:96].clone()))
     assert linear(x_NI[:0, :64]).shape == (0, 50)
+
+
+@given(
+    rows=st.integers(1, 20),
+    size_in=st.integers(1, 140),
+    size_out=st.integers(1, 110),
+    bias=st.booleans(),
+    seed=st.integers(0, 99),
+)
+@settings(max_examples=60, deadline=None)
+def test_any_shape_is_multiplied_and_what_lies_beside_it_is_left_alone(
+    rows: int, size_in: int, size_out: int, bias: bool, seed: int
+) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    weight_OI = torch.randn(size_out, size_in, generator=generator)
+    bias_O = torch.randn(size_out, generator=generator) if bias else None
+    # Between numbers that would show in every result, were they read.
+    room = torch.full((rows * size_in + 128,), torch.nan)
+    x_NI = room[64:-64].view(rows, size_in)
+    x_NI.copy_(torch.randn(rows, size_in, generator=generator))
+    before = room.clone()
+    y_NO = GroupedInt8Linear(weight_OI, bias_O)(x_NI)
+    assert torch.equal(room.view(torch.int32), before.view(torch.int32))
+    weights, inputs = quantised(weight_OI, as_weights=True), quantised(x_NI, as_weights=False)
+    expected = inputs @ weights.T + (0.0 if bias_O is None else bias_O)
+    # An input near the middle between two int8 numbers may go either way.
+    steps = x_NI.abs().max() / 127.0 * weight_OI.abs().max()
+    assert (y_NO.double() - expected).abs().max() <= 1.01 * steps + 1e-4
+
+
+@pytest.mark.parametrize("number", [float("nan"), float("inf"), float("-inf")])
+@pytest.mark.parametrize("size_in", [1, 40, 64])
+def test_what_is_not_finite_stays_so_in_its_row(number: float, size_in: int) -> None:
+    x_NI = random(3, size_in, seed=1)
+    x_NI[1, size_in // 2] = number
+    y_NO = GroupedInt8Linear(random(50, size_in, seed=0), None)(x_NI)
+    assert y_NO.isfinite().all(1).tolist() == [True, False, True]
+    assert not y_NO[1].isfinite().any()
+
+
+@pytest.mark.parametrize(
+    "x",
+    [
+        torch.zeros(2, 63),
+        torch.zeros(2, 65),
+        torch.zeros(64),
+        torch.zeros(2, 2, 64),
+        torch.zeros(2, 64, dtype=torch.bfloat16),
+        torch.zeros(2, 64, dtype=torch.float64),
+    ],
+    ids=lambda x: f"{x.dtype}{tuple(x.shape)}",
+)
+def test_rows_of_other_types_and_sizes_are_refused(x: torch.Tensor) -> None:
+    with pytest.raises(ValueError, match="64 inputs takes float32 rows"):
+        GroupedInt8Linear(random(50, 64, seed=0), None)(x)
+
+
+@pytest.mark.parametrize(("setting", "value"), [("CPU_NAME", "haswell"), ("CPU_FEATURES", "+avx2"), ("ENABLE_AVX", 0)])
+def test_code_for_another_processor_has_no_dot_products(
+    setting: str, value: object, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As the variables ``NUMBA_...`` ask for it; LLVM ends the process where an instruction is not there."""
+    monkeypatch.setattr(config, setting, value)
+    assert not has_dot_products()

@@ -30,7 +30,9 @@ _HALVES = ir.VectorType(ir.IntType(16), LANES)
 
 def has_dot_products() -> bool:
     """Whether code compiled here may multiply and sum 8-bit numbers in one instruction (AVX512-VNNI)."""
-    if config.CPU_NAME is not None or not hasattr(os, "sched_yield"):  # code for another processor was asked for
+    if config.CPU_NAME is not None or config.CPU_FEATURES is not None or not config.ENABLE_AVX:
+        return False  # numba was asked for code for another processor, in which LLVM would end the process
+    if not hasattr(os, "sched_yield"):
         return False
     features = binding.get_host_cpu_features()
     return bool(features.get("avx512vnni") and features.get("avx512bw"))
