@@ -34,6 +34,18 @@ def test_inverse_cdf_never_returns_an_impossible_token(
     assert probs_V[sample_from(probs_V, uniform)] > 0
 
 
+@given(st.data(), st.sampled_from([256, 1024, 1000]), UNIFORMS)
+@settings(max_examples=100, deadline=None)
+def test_inverse_cdf_is_the_first_token_above(data: st.DataObject, columns: int, uniform: float) -> None:
+    possible = data.draw(st.lists(st.integers(0, columns - 1), min_size=1, max_size=8, unique=True))
+    probs_V = torch.zeros(columns)
+    probs_V[possible] = torch.tensor(data.draw(st.lists(st.integers(1, 8), min_size=len(possible), max_size=8)))[
+        : len(possible)
+    ].float()  # whole numbers: sums are exact in any order
+    cumulative_V = probs_V.double().cumsum(dim=0)
+    assert sample_from(probs_V, uniform) == int((cumulative_V > uniform * cumulative_V[-1]).nonzero()[0])
+
+
 @pytest.mark.parametrize("uniform", [0.0, 5e-324, 0.5, 1 - 2**-53])
 def test_ends_of_the_uniform(uniform: float) -> None:
     probs_V = torch.tensor([0.0, 0.0, 0.5, 0.0, 0.5, 0.0, 0.0])

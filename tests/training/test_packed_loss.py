@@ -81,7 +81,7 @@ def gradients(step: ParallelStep, module: TrainingStep, parts: list[StepBlocks],
         loss += share * result.loss
         for name, parameter in module.named_parameters():
             if parameter.grad is not None:
-                sums[name] = sums.get(name, 0.0) + share * parameter.grad
+                sums[name] = sums.get(name, 0.0) + share * parameter.grad.to_dense()
     return loss, sums
 
 

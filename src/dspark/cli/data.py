@@ -58,7 +58,7 @@ def data(
     ] = ("self",),
     forbid: ForbidOption = (),
     target: TargetOption = "embedded",
-    dtype: DtypeOption = "bfloat16",
+    dtype: DtypeOption = "auto",
     device: DeviceOption = "cpu",
     endpoint: Annotated[
         str | None,

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from dspark.decoding.noise import NOISE_BITS, gumbel_of_bits
 
-_ARGMAX_CHUNK = 256
+_CHUNK = 256
 
 
 def argmax_rows(values_NV: Tensor) -> Tensor:
@@ -19,12 +19,12 @@ def argmax_rows(values_NV: Tensor) -> Tensor:
     As ``argmax``, which on a CPU takes ten times as long as a maximum: first which chunk of the row, then where in it.
     """
     num_rows, num_columns = values_NV.shape
-    if num_rows == 0 or num_columns % _ARGMAX_CHUNK != 0:
+    if num_rows == 0 or num_columns % _CHUNK != 0:
         return values_NV.argmax(dim=-1)
-    chunks_NCc = values_NV.reshape(num_rows, -1, _ARGMAX_CHUNK)
+    chunks_NCc = values_NV.reshape(num_rows, -1, _CHUNK)
     best_N = chunks_NCc.amax(dim=-1).argmax(dim=-1)
     rows_N = torch.arange(num_rows, device=values_NV.device)
-    return best_N * _ARGMAX_CHUNK + chunks_NCc[rows_N, best_N].argmax(dim=-1)
+    return best_N * _CHUNK + chunks_NCc[rows_N, best_N].argmax(dim=-1)
 
 
 def sample_rows(probs_RV: Tensor, uniforms_R: Tensor) -> Tensor:
@@ -49,12 +49,21 @@ def sample_rows(probs_RV: Tensor, uniforms_R: Tensor) -> Tensor:
     uniforms_R1 = uniforms_R.to(probs_RV.device, torch.float64).unsqueeze(-1)
     if not bool(((uniforms_R1 >= 0) & (uniforms_R1 < 1)).all()):
         raise ValueError("uniforms_R has a number outside [0, 1)")
-    cumulative_RV = probs_RV.cumsum(dim=-1, dtype=torch.float64)
-    total_R1 = cumulative_RV[:, -1:].contiguous()
+    # First which chunk of the row, then where in it: nine tenths of the cumulative sums are never needed.
+    num_rows, num_columns = probs_RV.shape
+    chunk = _CHUNK if num_columns % _CHUNK == 0 else num_columns
+    probs_RCc = probs_RV.unflatten(-1, (-1, chunk))
+    mass_RC = probs_RCc.sum(dim=-1, dtype=torch.float64)
+    cumulative_RC = mass_RC.cumsum(dim=-1)
+    total_R1 = cumulative_RC[:, -1:].contiguous()
     if not bool((total_R1.isfinite() & (total_R1 > 0)).all()):
         raise ValueError("probs_RV has a row without positive finite mass (all zero, or NaN)")
-    token_R1 = torch.searchsorted(cumulative_RV, uniforms_R1 * total_R1, right=True)
-    token_R1 = token_R1.clamp(max=probs_RV.shape[-1] - 1)
+    wanted_R1 = uniforms_R1 * total_R1
+    chunk_R1 = torch.searchsorted(cumulative_RC, wanted_R1, right=True).clamp_(max=mass_RC.shape[-1] - 1)
+    rows_R = torch.arange(num_rows, device=probs_RV.device)
+    wanted_R1 = wanted_R1 - (cumulative_RC - mass_RC).gather(-1, chunk_R1)
+    within_Rc = probs_RCc[rows_R, chunk_R1.squeeze(-1)].cumsum(dim=-1, dtype=torch.float64)
+    token_R1 = torch.searchsorted(within_Rc, wanted_R1, right=True).clamp_(max=chunk - 1) + chunk_R1 * chunk
     for row in (probs_RV.gather(-1, token_R1) <= 0).squeeze(-1).nonzero().squeeze(-1).tolist():
         token_R1[row] = _nearest_possible(probs_RV[row], int(token_R1[row]))
     return token_R1.squeeze(-1)

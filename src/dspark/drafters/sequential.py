@@ -120,7 +120,7 @@ HEADS: dict[str, type[VanillaHead] | type[GatedHead] | type[RnnHead]] = {
 
 def embed_previous(head: SequentialHead, previous_X: Tensor) -> Tensor:
     """``W1[x_{k-1}]``: rows ``[X, r]`` of the previous tokens, given as target ids."""
-    return F.embedding(previous_X, head.markov_w1.weight)
+    return F.embedding(previous_X, head.markov_w1.weight, sparse=head.markov_w1.sparse)
 
 
 def corrected_logits(head: SequentialHead, base_ND: Tensor, features_Nr: Tensor) -> Tensor:

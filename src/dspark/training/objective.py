@@ -172,6 +172,8 @@ class _DraftTerms(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         (gradient_ND,) = ctx.saved_tensors
         scale = gradients[0].to(gradient_ND.dtype)
+        if scale.is_cpu and scale == 1.0:
+            return gradient_ND, None, None, None, None, None, None, None
         return gradient_ND * scale, None, None, None, None, None, None, None
 
 

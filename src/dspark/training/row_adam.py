@@ -64,6 +64,10 @@ class RowAdam(torch.optim.Optimizer):
 
 
 def _touched_rows(gradient: Tensor) -> tuple[Tensor, Tensor]:
-    """Row numbers and their gradients."""
+    """Row numbers and their gradients, of a dense gradient or one that has only some rows."""
+    if gradient.is_sparse:
+        gradient = gradient.coalesce()
+        touched = gradient.values().abs().amax(dim=1) > 0
+        return gradient.indices()[0, touched], gradient.values()[touched]
     rows = gradient.abs().amax(dim=1).nonzero().squeeze(1)
     return rows, gradient[rows]

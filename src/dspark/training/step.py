@@ -173,7 +173,11 @@ class ParallelStep:
                 wrapped = fully_shard(module, mesh=mesh, ignored_params=frozen)
                 wrapped.set_gradient_divide_factor(1.0)
                 wrapped.set_force_sum_reduction_for_comms(True)
-        elif not world.is_single:
+        elif world.is_single:
+            for module in step.modules():
+                if isinstance(module, nn.Embedding) and module.weight.requires_grad:
+                    module.sparse = True  # a step's gradient has few of the rows
+        else:
             # Nothing but the trained parameters ever changes; without this, buffers would travel in every pass.
             same = [*(name for name, _ in step.named_buffers()), *_frozen_names(step)]
             DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(step, same)
