@@ -17,11 +17,12 @@ import json
 import random
 import re
 import sysconfig
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from importlib.metadata import distributions
 from pathlib import Path
 from pydoc_data.topics import topics
 from textwrap import dedent
+from typing import NamedTuple
 
 PACKAGES = ("numpy", "torch", "networkx", "sympy", "mpmath", "pydantic", "fastapi", "jinja2", "rich", "httpx", "typer")
 CODE_REQUESTS = {
@@ -64,14 +65,24 @@ CODE_CHARACTERS = (60, 900)
 TEXT_CHARACTERS = (120, 900)
 
 
+class Module(NamedTuple):
+    """A source file."""
+
+    name: str
+    tree: ast.Module
+    lines: list[str]
+
+
 def main() -> None:
     """Write the prompts."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("out", type=Path, help="JSONL file to write")
     parser.add_argument("--prompts", type=int, default=8000, help="at most so many, half of them about code")
     arguments = parser.parse_args()
+    modules = list(read_modules(sources()))
+    docstrings = (ast.get_docstring(module.tree) or "" for module in modules)
     prompts = []
-    for found in (code_prompts(), text_prompts()):
+    for found in (code_prompts(modules), text_prompts([*topics.values(), *descriptions(), *docstrings])):
         kind = list(dict.fromkeys(found))
         random.Random(0).shuffle(kind)
         prompts += kind[: arguments.prompts // 2]
@@ -81,47 +92,48 @@ def main() -> None:
     print(f"{len(prompts)} prompts in {arguments.out}")
 
 
-def code_prompts() -> Iterator[str]:
+def code_prompts(modules: Iterable[Module]) -> Iterator[str]:
     """One request about each function with a docstring."""
-    for path in sources():
-        text = path.read_text(encoding="utf-8", errors="replace")
-        try:
-            tree = ast.parse(text)
-        except (SyntaxError, ValueError):
-            continue  # test data of parsers
-        lines = text.splitlines()
-        for node in ast.walk(tree):
+    for module in modules:
+        for node in ast.walk(module.tree):
             if not isinstance(node, ast.FunctionDef) or node.name.startswith("_") or len(node.body) < 2:
                 continue
             summary = paragraph(ast.get_docstring(node) or "")
-            code = dedent("\n".join(lines[node.lineno - 1 : node.end_lineno]))
             if len(summary) < 30:
                 continue
-            draw = draws(f"{path.name} {node.name} {code}")
+            code = dedent("\n".join(module.lines[node.lineno - 1 : node.end_lineno]))
+            draw = draws(f"{module.name} {node.name} {code}")
             kind = draw.choices(("signature", "function", "description"), (3, 2, 2))[0]
-            if kind == "signature":
-                code = code[: code.index('"""', code.index('"""') + 3) + 3] if code.count('"""') > 1 else ""
+            request = draw.choice(CODE_REQUESTS[kind])
             if kind == "description":
                 text = re.split(r" (?:Args|Arguments|Parameters|Returns)\b", summary)[0]
-                yield draw.choice(CODE_REQUESTS[kind]).format(name=node.name, text=text)
-            elif fits(code, CODE_CHARACTERS):
-                yield draw.choice(CODE_REQUESTS[kind]).format(code=code)
+                yield request.format(name=node.name, text=text)
+                continue
+            if kind == "signature":
+                docstring_end = node.body[0].end_lineno or node.lineno
+                code = dedent("\n".join(module.lines[node.lineno - 1 : docstring_end]))
+            if CODE_CHARACTERS[0] <= len(code) <= CODE_CHARACTERS[1]:
+                yield request.format(code=code)
 
 
-def text_prompts() -> Iterator[str]:
+def text_prompts(texts: Iterable[str]) -> Iterator[str]:
     """One request about each paragraph of prose."""
-    texts = [*topics.values(), *descriptions()]
-    for path in sources():
-        try:
-            texts.append(ast.get_docstring(ast.parse(path.read_text(encoding="utf-8", errors="replace"))) or "")
-        except (SyntaxError, ValueError):
-            continue
     for text in texts:
         for part in re.split(r"\n\s*\n", text):
             prose = paragraph(part)
-            if fits(prose, TEXT_CHARACTERS) and is_prose(prose):
+            if TEXT_CHARACTERS[0] <= len(prose) <= TEXT_CHARACTERS[1] and is_prose(prose):
                 draw = draws(prose)
                 yield draw.choice(TEXT_REQUESTS).format(text=prose, language=draw.choice(LANGUAGES))
+
+
+def read_modules(paths: Iterable[Path]) -> Iterator[Module]:
+    """The modules that can be parsed."""
+    for path in paths:
+        text = path.read_text(encoding="utf-8", errors="replace")
+        try:
+            yield Module(path.name, ast.parse(text), text.splitlines())
+        except (SyntaxError, ValueError):
+            continue  # test data of parsers
 
 
 def descriptions() -> Iterator[str]:
@@ -151,11 +163,6 @@ def is_prose(text: str) -> bool:
     """Whether it is sentences rather than code, tables or lists."""
     letters = sum(character.isalpha() or character == " " for character in text)
     return letters > 0.85 * len(text) and text[0].isupper() and text[-1] in ".!?" and text.isascii()
-
-
-def fits(text: str, characters: tuple[int, int]) -> bool:
-    """Whether a text is of a length that a short context has room for."""
-    return characters[0] <= len(text) <= characters[1]
 
 
 def draws(text: str) -> random.Random:
