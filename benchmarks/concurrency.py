@@ -22,7 +22,7 @@ from typing import Any
 from provenance import provenance
 
 from dspark.cli.bench import drafter_facts, fitting_prompts
-from dspark.cli.models import Models, open_models, target_name
+from dspark.cli.models import Models, open_models
 from dspark.engine.bench import measure_cell
 from dspark.engine.loading import known_or_measured
 from dspark.engine.request_stream import RequestStream, StreamPrompt
@@ -52,7 +52,7 @@ def main() -> None:
     prompts = load_prompts(names, seed=arguments.seed, directory=arguments.benchmarks)
     fitting = fitting_prompts(prompts, models.target, arguments.max_tokens)
     settings = {
-        "target": target_name(models.target),
+        "target": models.target.public_name,
         "target_fingerprint": models.target.model.fingerprint,
         "dtype": models.target.model.compute_dtype,
         "drafter": drafter_facts(models),

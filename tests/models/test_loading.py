@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -42,6 +43,12 @@ def test_shards_are_the_whole(checkpoint: Path) -> None:
     (checkpoint / "part-1.safetensors").unlink()
     with pytest.raises(FileNotFoundError, match=r"part-1\.safetensors is missing"):
         load_target(str(checkpoint))
+
+
+def test_of_a_path_only_its_end_is_shown(checkpoint: Path) -> None:
+    target = load_target(str(checkpoint), dtype="float32")
+    assert (target.name, target.public_name) == (str(checkpoint), "tiny")
+    assert replace(target, name="owner/elsewhere").public_name == "owner/elsewhere"
 
 
 def test_the_language_model_of_a_multimodal_checkpoint_is_taken(checkpoint: Path) -> None:

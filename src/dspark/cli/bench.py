@@ -155,7 +155,6 @@ def _offline(
     from dspark.cli import EXIT_INTERRUPTED, EXIT_OK
     from dspark.cli.bench_display import show_bench
     from dspark.cli.calibration_rounds import note
-    from dspark.cli.models import target_name
     from dspark.engine.bench import measure_cell
     from dspark.engine.request_stream import RequestStream
     from dspark.evaluation.benchmarks import prompts_digest
@@ -199,7 +198,7 @@ def _offline(
             interrupted = True
     report: dict[str, Any] = {
         "settings": {
-            "target": target_name(models.target),
+            "target": models.target.public_name,
             "target_fingerprint": models.target.model.fingerprint,
             "drafter": drafter_facts(models),
             "dtype": models.target.model.compute_dtype,

@@ -206,13 +206,12 @@ def _sampling_temperatures(text: str) -> tuple[float, ...]:
 
 def _settings(models: Models, *, max_tokens: int, seed: int) -> dict[str, Any]:
     """What the rounds depend on."""
-    from dspark.cli.models import target_name
     from dspark.drafters.calibration_file import drafter_fingerprint
 
     assert models.drafter is not None
     return {
         "target": {
-            "name": target_name(models.target),
+            "name": models.target.public_name,
             "fingerprint": models.target.model.fingerprint,
             "dtype": models.target.model.compute_dtype,
         },

@@ -121,7 +121,7 @@ def eval(
     Benchmarks: gsm8k, math500, aime25, mbpp, humaneval, livecodebench, mt-bench (all turns), alpaca, arena-hard-v2.
     """
     from dspark.cli.eval_drafters import drafter_facts, named_drafters, open_drafters
-    from dspark.cli.models import open_target, target_name
+    from dspark.cli.models import open_target
     from dspark.decoding.settings import SamplingSettings
     from dspark.evaluation.benchmarks import load_prompts
     from dspark.evaluation.plan import evaluation_arms
@@ -142,7 +142,7 @@ def eval(
     facts = [drafter_facts(label, opened, temperature) for label, opened in drafters.items()]
     arms = evaluation_arms(facts, baseline=baseline, thresholds=threshold_values, draft_tokens=length_values)
     settings: dict[str, Any] = {
-        "target": target_name(loaded),
+        "target": loaded.public_name,
         "target_fingerprint": loaded.model.fingerprint,
         "dtype": loaded.model.compute_dtype,
         "device": device,

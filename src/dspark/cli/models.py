@@ -59,11 +59,6 @@ def open_drafter(name: str, target: LoadedTarget, *, calibrated: bool = True) ->
     return opened
 
 
-def target_name(target: LoadedTarget) -> str:
-    """What to call a target in files that leave the machine: where it lies is no one's business."""
-    return Path(target.name).name if Path(target.name).exists() else target.name
-
-
 def _calibration_notice(drafter: str, target: LoadedTarget) -> str:
     """What the drafter's calibration was fitted for, and whether that is what it is used for."""
     from dspark.drafters.checkpoint import read_drafter_calibration

@@ -45,6 +45,11 @@ class LoadedTarget:
     implementation: Implementation = "native"
     notices: tuple[str, ...] = ()
 
+    @property
+    def public_name(self) -> str:
+        """What to call it in what leaves the machine: of a path its end, as where it lies is no one's business."""
+        return Path(self.name).name if Path(self.name).exists() else self.name
+
 
 def load_target(
     name_or_path: str = "embedded",

@@ -6,7 +6,6 @@ import time
 from dataclasses import dataclass, field
 from functools import cached_property
 from hashlib import sha256
-from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 from uuid import uuid4
 
@@ -22,7 +21,7 @@ from dspark.server.metrics import ServerMetrics
 from dspark.server.settings import ServerSettings
 from dspark.server.token_texts import TokenTexts
 
-__all__ = ["CurrentState", "Lifecycle", "ServerState", "prefix_namespace", "served_name", "turn"]
+__all__ = ["CurrentState", "Lifecycle", "ServerState", "prefix_namespace", "turn"]
 
 _MOST_COMPILING = 2
 
@@ -47,7 +46,7 @@ class ServerState:
     @classmethod
     def of(cls, engine: Engine, settings: ServerSettings) -> Self:
         """To serve ``engine``, which is watched from now on."""
-        name = settings.model_name or served_name(engine.target)
+        name = settings.model_name or engine.target.public_name
         return cls(engine=engine, settings=settings, model_name=name, metrics=ServerMetrics(engine, model_name=name))
 
     @property
@@ -114,11 +113,6 @@ class Lifecycle:
         if not self.state.engine.is_alive:
             return "the engine has ended"
         return None
-
-
-def served_name(target: LoadedTarget) -> str:
-    """What a target is called if nobody names it; where its file lies is no client's business."""
-    return Path(target.name).name if Path(target.name).exists() else target.name
 
 
 def current_state(request: Request) -> ServerState:
