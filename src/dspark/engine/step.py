@@ -231,10 +231,11 @@ class Stepper:
         output = self._target.forward(tokens_N, segments, self._target_cache, tap_layers)
         if self._drafter is not None and self._drafter_cache is not None and output.taps_NT is not None:
             self._drafter.extend(self._drafter_cache, segments, tokens_N, output.taps_NT)
-        hidden_of_rows = output.hidden_NH.split([segment.length for segment in segments])
-        for row, hidden_LH in zip(rows, hidden_of_rows, strict=True):
-            if row.choice.wants_prompt_logprobs:
-                add_prompt_logprobs(row.choice, row.start, hidden_LH, self._target)
+        if any(row.choice.wants_prompt_logprobs for row in rows):
+            hidden_of_rows = output.hidden_NH.split([segment.length for segment in segments])
+            for row, hidden_LH in zip(rows, hidden_of_rows, strict=True):
+                if row.choice.wants_prompt_logprobs:
+                    add_prompt_logprobs(row.choice, row.start, hidden_LH, self._target)
         if not logit_rows:
             return None
         return self._target.logits(output.hidden_NH[torch.tensor(logit_rows, device=self._target.device)])
