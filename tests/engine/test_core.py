@@ -297,7 +297,8 @@ def test_a_stop_string_ends_a_choice_inside_a_block() -> None:
     assert completion.text == text[: text.index(stop)]
 
 
-def test_steps_are_recorded_and_can_be_replayed() -> None:
+def recording_core() -> tuple[EngineCore, list[StepRecord]]:
+    """A core that delays its decisions, and the records of its steps."""
     records: list[StepRecord] = []
     core = EngineCore(
         make_target(),
@@ -308,29 +309,30 @@ def test_steps_are_recorded_and_can_be_replayed() -> None:
         on_step=records.append,
         clock=lambda: 0.0,  # no time passes: the cost stays as it is
     )
+    return core, records
+
+
+def assert_replayed(core: EngineCore, records: list[StepRecord]) -> None:
+    """The records, written and read again, give the lengths that were verified."""
+    read = [StepRecord.from_dict(json.loads(json.dumps(record.as_dict()))) for record in records]
+    assert core.cost is not None
+    for lengths_R, record in zip(replayed_lengths(read, parse_policy("delayed"), core.cost), records, strict=True):
+        assert lengths_R.tolist() == record.verify_lengths_R.tolist()
+
+
+def test_steps_are_recorded_and_can_be_replayed() -> None:
+    core, records = recording_core()
     for seed in range(12):
         core.submit(make_request(seed))
     core.run()
     assert len(records) == core.statistics().steps.steps
-    read = [StepRecord.from_dict(record.as_dict()) for record in records]
-    assert core.cost is not None
-    for lengths_R, record in zip(replayed_lengths(read, parse_policy("delayed"), core.cost), records, strict=True):
-        assert lengths_R.tolist() == record.verify_lengths_R.tolist()
+    assert_replayed(core, records)
     assert any(record.verify_lengths_R.any() for record in records)
 
 
 def test_requests_may_bring_their_own_policy() -> None:
     """Answers stay what they are alone; each request drafts and verifies as it asked, and the run can be replayed."""
-    records: list[StepRecord] = []
-    core = EngineCore(
-        make_target(),
-        make_drafter(),
-        policy=parse_policy("delayed"),
-        cost=make_cost(),
-        settings=SMALL,
-        on_step=records.append,
-        clock=lambda: 0.0,
-    )
+    core, records = recording_core()
     names = ["off", "fixed:2", "threshold:0.5", None]
     requests = [
         replace(make_request(seed), policy=names[seed % 4], max_draft_tokens=None, max_tokens=30) for seed in range(16)
@@ -347,10 +349,7 @@ def test_requests_may_bring_their_own_policy() -> None:
             assert request.policy != "fixed:2" or counts.drafted == counts.verified > 0
             assert request.policy != "fixed:2" or max(counts.verified_per_position[2:], default=0) == 0
     assert verified["threshold:0.5"] > 0
-    read = [StepRecord.from_dict(json.loads(json.dumps(record.as_dict()))) for record in records]
-    assert core.cost is not None
-    for lengths_R, record in zip(replayed_lengths(read, parse_policy("delayed"), core.cost), records, strict=True):
-        assert lengths_R.tolist() == record.verify_lengths_R.tolist()
+    assert_replayed(core, records)
 
 
 def test_confidences_are_calibrated_for_each_request_by_its_temperature() -> None:
