@@ -77,6 +77,47 @@ def test_mistakes_are_named_with_a_remedy(tmp_path: Path, overrides: list[str], 
         load_recipe(write(tmp_path, MINIMAL), overrides)
 
 
+WITHOUT_HEADS = ["drafter={kind: dflash, mask_token: 0, tap_layers: [1, 2]}"]
+NO_CONFIDENCE = ["drafter.confidence_head=false"]
+NO_MARKOV = ["drafter.markov_head=none"]
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (
+            [*WITHOUT_HEADS, "loss.confidence=0.5"],
+            r"loss.confidence is 0.5, but .* no confidence head: leave it out or",
+        ),
+        ([*NO_CONFIDENCE, "loss.confidence=1"], r"loss.confidence is 1, but the drafter has no confidence head"),
+        (
+            [*NO_CONFIDENCE, "loss.confidence_reaches_backbone=true"],
+            r"loss.confidence_reaches_backbone is true, but.*or give false",
+        ),
+        ([*NO_MARKOV, "bigram.learning_rate=0.1"], r"bigram.learning_rate given, but .* give bigram.steps=0"),
+        ([*WITHOUT_HEADS, "bigram={steps: 3, draws_per_step: 4}"], r": bigram.draws_per_step, bigram.steps given, but"),
+        (["drafter={kind: mtp}", "bigram.steps=1", "loss.confidence=1"], r"loss.confidence is 1.*; bigram.steps given"),
+    ],
+)
+def test_what_the_drafter_has_no_use_for_is_refused(tmp_path: Path, overrides: list[str], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        load_recipe(write(tmp_path, MINIMAL), overrides)
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        WITHOUT_HEADS,
+        [*NO_CONFIDENCE, *NO_MARKOV],
+        [*WITHOUT_HEADS, "loss.confidence=0", "loss.confidence_reaches_backbone=false", "bigram.steps=0"],
+        [*NO_CONFIDENCE, "bigram.steps=1"],
+        [*NO_MARKOV, "loss.confidence=1"],
+    ],
+)
+def test_defaults_and_values_that_ask_for_nothing_are_not(tmp_path: Path, overrides: list[str]) -> None:
+    load_recipe(write(tmp_path, MINIMAL), overrides)
+
+
 @pytest.mark.parametrize(
     ("text", "message"),
     [

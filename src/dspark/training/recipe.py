@@ -302,7 +302,8 @@ def load_recipe(path: Path, overrides: Sequence[str] = ()) -> Recipe:
     """Read a recipe and apply ``key=value`` overrides (``batch.steps=200``, values in YAML).
 
     Raises:
-        ValueError: not YAML, an unknown key (with the nearest known one), a missing or an invalid value.
+        ValueError: not YAML, an unknown key (with the nearest known one), a missing or an invalid value, or one that
+            the drafter has no use for.
         OSError: the file cannot be read.
     """
     try:
@@ -314,9 +315,27 @@ def load_recipe(path: Path, overrides: Sequence[str] = ()) -> Recipe:
     for override in overrides:
         _apply(values, override)
     try:
-        return Recipe.model_validate(values)
+        recipe = Recipe.model_validate(values)
     except ValidationError as error:
         raise ValueError(f"{path}: " + "; ".join(_messages(error))) from None
+    if useless := [*_useless(recipe)]:
+        raise ValueError(f"{path}: " + "; ".join(useless))
+    return recipe
+
+
+def _useless(recipe: Recipe) -> Iterable[str]:
+    """What was given, not left at its default, for a head that the drafter lacks; values that ask for nothing aside."""
+    drafter, loss, bigram = recipe.drafter, recipe.loss, recipe.bigram
+    if not (isinstance(drafter, DSparkRecipe) and drafter.confidence_head):
+        remedy = "but the drafter has no confidence head: leave it out or give"
+        if "confidence" in loss.model_fields_set and loss.confidence > 0.0:
+            yield f"loss.confidence is {loss.confidence:g}, {remedy} 0"
+        if loss.confidence_reaches_backbone:
+            yield f"loss.confidence_reaches_backbone is true, {remedy} false"
+    has_markov_head = isinstance(drafter, DSparkRecipe) and drafter.markov_head != "none"
+    if bigram.model_fields_set and bigram.steps > 0 and not has_markov_head:
+        given = ", ".join(f"bigram.{name}" for name in sorted(bigram.model_fields_set))
+        yield f"{given} given, but the drafter has no Markov head: leave bigram out or give bigram.steps=0"
 
 
 def _apply(values: dict[str, Any], override: str) -> None:
