@@ -10,7 +10,6 @@ places and memory must come back, and the server must not grow.
 
 from __future__ import annotations
 
-import argparse
 import json
 import random
 import threading
@@ -22,7 +21,7 @@ from typing import Any
 import httpx2
 from provenance import provenance
 from served import served
-from soak import alone, catalogue, resident_bytes
+from soak import alone, catalogue, growth, parse_arguments, run_clients, write_result
 
 from dspark.engine.request import Request
 from dspark.models.loading import load_target
@@ -80,17 +79,7 @@ def whole_answer(client: httpx2.Client, request: Request) -> tuple[list[str], li
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--prompts", required=True, help="JSONL files of conversations, with commas between")
-    parser.add_argument("--minutes", type=float, default=20.0)
-    parser.add_argument("--requests", type=int, default=120, help="size of the catalogue")
-    parser.add_argument("--clients", type=int, default=24, help="requests at the server at once")
-    parser.add_argument("--concurrency", type=int, default=12)
-    parser.add_argument("--memory-mib", type=int, default=120, help="of keys and values: less than the load wants")
-    parser.add_argument("--policy", default="delayed")
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--out", type=Path)
-    arguments = parser.parse_args()
+    arguments = parse_arguments(__doc__)
 
     target = load_target("embedded", dtype="int8")
     paths = [Path(path) for path in arguments.prompts.split(",")]
@@ -100,13 +89,11 @@ def main() -> None:
 
     seen: Counter[str] = Counter()
     wrong: list[dict[str, Any]] = []
-    memory: list[dict[str, float]] = []
     lock = threading.Lock()
     options = ["--dtype", "int8", "--policy", arguments.policy, "--max-concurrency", str(arguments.concurrency)]
     options += ["--kv-memory", str(arguments.memory_mib / 1024)]
     with served(options) as server:
-        began = time.monotonic()
-        end = began + 60.0 * arguments.minutes
+        end = time.monotonic() + 60.0 * arguments.minutes
 
         def one(client: httpx2.Client, draw: random.Random) -> None:
             index = draw.randrange(len(requests))
@@ -135,20 +122,9 @@ def main() -> None:
                 while time.monotonic() < end:
                     one(connection, draw)
 
-        threads = [threading.Thread(target=client, args=(number,)) for number in range(arguments.clients)]
-        for thread in threads:
-            thread.start()
-        while any(thread.is_alive() for thread in threads):
-            time.sleep(5.0)
-            mib = resident_bytes(server.process_id) / 2**20
-            memory.append({"seconds": round(time.monotonic() - began, 1), "mib": round(mib, 1)})
-            if len(memory) % 12 == 0:
-                print(f"{memory[-1]} {dict(seen)} wrong: {len(wrong)}", flush=True)
+        memory = run_clients(client, arguments.clients, server.process_id, seen, wrong)
         time.sleep(1.0)  # the last to leave have to be noticed
         in_use, metrics = server.in_use(), server.metrics()
-    quarter = max(len(memory) // 4, 1)
-    early = sum(point["mib"] for point in memory[quarter : 2 * quarter]) / quarter
-    late = sum(point["mib"] for point in memory[-quarter:]) / quarter
     result = {
         "provenance": provenance(),
         "minutes": arguments.minutes,
@@ -156,16 +132,9 @@ def main() -> None:
         "wrong": wrong,
         "in use at the end": in_use,
         "metrics at the end": {name: value for name, value in metrics.items() if name.endswith("_total")},
-        "resident MiB": {
-            "second quarter": round(early, 1),
-            "last quarter": round(late, 1),
-            "ratio": round(late / early, 4) if early else None,
-        },
-        "resident": memory,
+        **growth(memory),
     }
-    if arguments.out is not None:
-        arguments.out.write_text(json.dumps(result, indent=1) + "\n")
-    print(json.dumps({name: value for name, value in result.items() if name != "resident"}, indent=1))
+    write_result(result, arguments.out)
 
 
 if __name__ == "__main__":

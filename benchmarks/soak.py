@@ -16,6 +16,7 @@ import random
 import threading
 import time
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -85,18 +86,67 @@ def resident_bytes(process: int | str = "self") -> int:
     return int(Path(f"/proc/{process}/statm").read_text().split()[1]) * 4096
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def parse_arguments(description: str | None) -> argparse.Namespace:
+    """The options of a soak."""
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--prompts", required=True, help="JSONL files of conversations, with commas between")
     parser.add_argument("--minutes", type=float, default=20.0)
     parser.add_argument("--requests", type=int, default=120, help="size of the catalogue")
-    parser.add_argument("--clients", type=int, default=24, help="requests in the engine at once")
+    parser.add_argument("--clients", type=int, default=24, help="requests at once")
     parser.add_argument("--concurrency", type=int, default=12)
     parser.add_argument("--memory-mib", type=int, default=120, help="of keys and values: less than the load wants")
     parser.add_argument("--policy", default="delayed")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=Path)
-    arguments = parser.parse_args()
+    return parser.parse_args()
+
+
+def run_clients(
+    client: Callable[[int], None], count: int, process: int | str, seen: Counter[str], wrong: list[dict[str, Any]]
+) -> list[dict[str, float]]:
+    """Run ``client(number)`` in ``count`` threads, and print ``seen`` and ``wrong`` every minute until all have ended.
+
+    Returns:
+        The memory of ``process`` (:func:`resident_bytes`) every five seconds.
+    """
+    memory: list[dict[str, float]] = []
+    began = time.monotonic()
+    threads = [threading.Thread(target=client, args=(number,)) for number in range(count)]
+    for thread in threads:
+        thread.start()
+    while any(thread.is_alive() for thread in threads):
+        time.sleep(5.0)
+        mib = resident_bytes(process) / 2**20
+        memory.append({"seconds": round(time.monotonic() - began, 1), "mib": round(mib, 1)})
+        if len(memory) % 12 == 0:
+            print(f"{memory[-1]} {dict(seen)} wrong: {len(wrong)}", flush=True)
+    return memory
+
+
+def growth(memory: list[dict[str, float]]) -> dict[str, Any]:
+    """What a result says of memory: means of its second and last quarter, and all of it."""
+    quarter = max(len(memory) // 4, 1)
+    early = sum(point["mib"] for point in memory[quarter : 2 * quarter]) / quarter
+    late = sum(point["mib"] for point in memory[-quarter:]) / quarter
+    return {
+        "resident MiB": {
+            "second quarter": round(early, 1),
+            "last quarter": round(late, 1),
+            "ratio": round(late / early, 4) if early else None,
+        },
+        "resident": memory,
+    }
+
+
+def write_result(result: dict[str, Any], out: Path | None) -> None:
+    """Write a result if it has a place, and print it without the memory over time."""
+    if out is not None:
+        out.write_text(json.dumps(result, indent=1) + "\n")
+    print(json.dumps({name: value for name, value in result.items() if name != "resident"}, indent=1))
+
+
+def main() -> None:
+    arguments = parse_arguments(__doc__)
 
     target = load_target("embedded", dtype="int8")
     drafter = load_drafter("embedded", target.model)
@@ -110,11 +160,9 @@ def main() -> None:
     cost = known_or_measured(target, drafter, settings).cost if policy.needs_cost else None
     seen: Counter[str] = Counter()
     wrong: list[dict[str, Any]] = []
-    memory: list[dict[str, float]] = []
     lock = threading.Lock()
     with Engine(target, drafter, policy=policy, cost=cost, settings=settings) as engine:
-        began = time.monotonic()
-        end = began + 60.0 * arguments.minutes
+        end = time.monotonic() + 60.0 * arguments.minutes
 
         def client(number: int) -> None:
             draw = random.Random(1000 * arguments.seed + number)
@@ -139,18 +187,8 @@ def main() -> None:
                     seen["preempted requests"] += result.preemptions > 0
                     seen["requests with a reused prefix"] += result.reused_tokens > 0
 
-        threads = [threading.Thread(target=client, args=(number,)) for number in range(arguments.clients)]
-        for thread in threads:
-            thread.start()
-        while any(thread.is_alive() for thread in threads):
-            time.sleep(5.0)
-            memory.append({"seconds": round(time.monotonic() - began, 1), "mib": round(resident_bytes() / 2**20, 1)})
-            if len(memory) % 12 == 0:
-                print(f"{memory[-1]} {dict(seen)} wrong: {len(wrong)}", flush=True)
+        memory = run_clients(client, arguments.clients, "self", seen, wrong)
         statistics = engine.statistics()
-    quarter = len(memory) // 4
-    early = sum(point["mib"] for point in memory[quarter : 2 * quarter]) / quarter
-    late = sum(point["mib"] for point in memory[-quarter:]) / quarter
     result = {
         "provenance": provenance(),
         "minutes": arguments.minutes,
@@ -161,16 +199,9 @@ def main() -> None:
         "blocks in use at the end": statistics.memory.num_used_blocks,
         "memory": asdict(statistics.memory),
         "steps": asdict(statistics.steps),
-        "resident MiB": {
-            "second quarter": round(early, 1),
-            "last quarter": round(late, 1),
-            "ratio": round(late / early, 4),
-        },
-        "resident": memory,
+        **growth(memory),
     }
-    if arguments.out is not None:
-        arguments.out.write_text(json.dumps(result, indent=1) + "\n")
-    print(json.dumps({name: value for name, value in result.items() if name != "resident"}, indent=1))
+    write_result(result, arguments.out)
 
 
 if __name__ == "__main__":
