@@ -2,35 +2,18 @@
 
 from __future__ import annotations
 
-import platform
-import subprocess
 import sys
 from datetime import UTC, datetime
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-import torch
-
-from dspark.models.hardware import hardware_name
+from dspark.training.provenance import provenance as of_this_process
 
 
 def provenance() -> dict[str, Any]:
-    """Command, commit, versions and hardware of this run."""
-    commit = subprocess.run(
-        ["git", "describe", "--always", "--dirty"],
-        cwd=Path(__file__).parent,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    """What the package says of this run, with the date, and without folders in the command."""
     return {
+        **of_this_process(),
         "command": [Path(sys.argv[0]).name, *(Path(word).name if "/" in word else word for word in sys.argv[1:])],
-        "commit": commit.stdout.strip(),
         "date": datetime.now(UTC).date().isoformat(),
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-        "transformers": version("transformers"),
-        "cpu": hardware_name(torch.device("cpu")),
-        "threads": torch.get_num_threads(),
     }
