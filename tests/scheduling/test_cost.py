@@ -85,6 +85,19 @@ def test_slopes_are_never_negative() -> None:
     assert (alone.seconds_per_request, alone.seconds_per_context_token) == (0.0, 0.0)
 
 
+def test_requests_and_context_never_take_a_whole_step() -> None:
+    """One point of many requests and long contexts was disturbed, and the fit takes it at its word."""
+    points = [
+        VerifyPoint(tokens=1, requests=1, context_tokens=16, seconds=0.01),
+        VerifyPoint(tokens=8, requests=1, context_tokens=16, seconds=0.012),
+        VerifyPoint(tokens=8, requests=8, context_tokens=16 * 8, seconds=0.5),
+        VerifyPoint(tokens=64, requests=64, context_tokens=16 * 64, seconds=0.05),
+    ]
+    cost = StepCost.fitted(points, DRAFT_POINTS, PREFILL_POINTS)
+    assert min(cost.verify.seconds) > 0.0
+    assert cost.verify_seconds(0, requests=64, context_tokens=16 * 64) >= 0.05
+
+
 def test_draft_seconds_between_and_beyond_measured_blocks() -> None:
     cost = fitted()
     assert cost.draft_seconds(1, 2) == pytest.approx(0.21)

@@ -23,6 +23,8 @@ _RATE = 0.02
 """Weight of one measured step in the correction: its half-life is 34 steps."""
 _OUTLIER = 2.0
 """A single step counts as at most this factor off, so that a pause of the machine moves the correction by 1.4 %."""
+_MOST_ADDED = 0.9
+"""Of no measured step do requests and context take more than this part."""
 _BOUND = 2.0
 """The correction never leaves 1/2..2: further off, the hardware is not what was profiled; profile again."""
 
@@ -125,10 +127,14 @@ class StepCost:
 
         What requests and context add is fitted (least squares, not below 0) to the differences between points with the
         same number of tokens, so it cannot take anything of the curve over tokens; then the curve is laid through what
-        is left. Points that differ in tokens alone are therefore kept exactly.
+        is left. Points that differ in tokens alone are therefore kept exactly. On a disturbed machine the fit can say
+        that requests and context add more than a whole step took: it is cut down, so that they take no point whole.
         """
         points = list(verify)
         slopes = _slopes(points)
+        added = max(float(np.dot(slopes, _features(point))) / point.seconds for point in points)
+        if added > _MOST_ADDED:
+            slopes = [slope * _MOST_ADDED / added for slope in slopes]
         left_over = [(point.tokens, point.seconds - float(np.dot(slopes, _features(point)))) for point in points]
         curves: dict[int, list[tuple[int, float]]] = {}
         for draft_point in draft:
