@@ -13,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dspark.models import decoder
+from dspark.models.attention import attend
 from dspark.models.config import DecoderConfig
 from dspark.models.decoder import Decoder
 from dspark.models.int8_intrinsics import has_dot_products
@@ -34,6 +35,16 @@ def states(model: Decoder, taps: tuple[int, ...] = (0, 2)) -> torch.Tensor:
     return torch.cat([torch.cat([o.hidden_NH, *([] if o.taps_NT is None else [o.taps_NT])], 1) for o in outputs])
 
 
+def layer_by_layer(model: Decoder, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let a model run in PyTorch, with keys and values as exact as the compiled pass keeps them."""
+
+    def attend_to_halves(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *more: Any, **options: Any) -> torch.Tensor:
+        return attend(q, k.half().float(), v.half().float(), *more, **options)
+
+    monkeypatch.setattr(model, "_kernel", None)
+    monkeypatch.setattr(decoder, "attend", attend_to_halves)
+
+
 @needs_instructions
 @pytest.mark.parametrize("name", CONFIGS)
 @torch.no_grad()
@@ -41,7 +52,7 @@ def test_it_computes_what_the_layers_do_one_by_one(name: str, monkeypatch: pytes
     model = ours(random_model(CONFIGS[name]), "int8")
     compiled = states(model)
     assert model._kernel is not None
-    monkeypatch.setattr(model, "_kernel", None)
+    layer_by_layer(model, monkeypatch)
     one_by_one = states(model)
     # Where a number lies in the middle between two int8 numbers, the last bit decides, and all that follows differs.
     same_row = (compiled - one_by_one).abs().amax(1) < 1e-4 * one_by_one.abs().amax()
@@ -95,10 +106,38 @@ def test_a_processor_without_the_instructions_is_told_and_served(
 def test_a_cache_of_another_model_is_refused() -> None:
     """The compiled pass would write beside it."""
     model = ours(random_model(CONFIGS["gemma3"]), "int8")
-    for name, compute_dtype in (("llama", "int8"), ("gemma3", "bfloat16")):
+    for name, compute_dtype in (("llama", "int8"), ("gemma3", "bfloat16"), ("gemma3", "float32")):
         cache = ours(random_model(CONFIGS[name]), compute_dtype).new_cache(1, 16)
         with pytest.raises(ValueError, match="take one from its new_cache"):
             model.forward(torch.tensor([1, 2]), [Segment(0, 0, 2)], cache)
+
+
+@needs_instructions
+@torch.no_grad()
+def test_keys_and_values_take_half_of_what_float32_takes() -> None:
+    reference = random_model(CONFIGS["llama"])
+    caches = [ours(reference, compute_dtype).new_cache(3, 40) for compute_dtype in ("int8", "float32")]
+    assert caches[0].keys.dtype == caches[0].values.dtype == torch.float16
+    assert 2 * caches[0].nbytes_per_block == caches[1].nbytes_per_block
+
+
+@needs_instructions
+@torch.no_grad()
+def test_each_key_is_a_column_and_each_value_a_row_of_its_block() -> None:
+    model = ours(random_model(CONFIGS["qwen3"]), "int8")
+    float_model = ours(random_model(CONFIGS["qwen3"]), "int8")
+    float_model._kernel = None
+    text = torch.arange(1, 31)
+    caches = [model.new_cache(2, 40), float_model.new_cache(2, 40)]
+    for each, cache in zip((model, float_model), caches, strict=True):
+        each.forward(text, [Segment(1, 0, 30)], cache)
+    first = slice(48, 78)  # where slot 1 begins
+    keys_gDP = caches[0].keys[0].transpose(1, 2).flatten(2)
+    torch.testing.assert_close(keys_gDP[..., first].mT.float(), caches[1].keys[0][:, first], rtol=1e-3, atol=1e-4)
+    values_gPD = caches[0].values[0][:, first].float()
+    torch.testing.assert_close(values_gPD, caches[1].values[0][:, first], rtol=1e-3, atol=1e-4)
+    assert not caches[0].values[:, :, :48].any()
+    assert not caches[0].keys[:, :, :3].any()
 
 
 @needs_instructions
@@ -230,8 +269,9 @@ def test_any_shape_is_computed_as_layer_by_layer_and_each_text_as_if_alone(
         torch.set_num_threads(before)
     assert torch.equal(together, torch.cat([run([index], [0]) for index in range(len(texts))]))
     assert torch.equal(model.embedding_weight_VH, embedding)
-    model._kernel = None
-    one_by_one = run(list(range(len(texts))), list(range(len(texts))))
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        layer_by_layer(model, monkeypatch)
+        one_by_one = run(list(range(len(texts))), list(range(len(texts))))
     assert together.shape == one_by_one.shape
     # A number in the middle between two int8 numbers may go either way, and all that follows it differs a little.
     assert (together - one_by_one).norm() < 0.1 * one_by_one.norm()

@@ -158,7 +158,7 @@ class Int8Computation:
             query_scale=config.head_dim**-0.5,
             activation="silu",
         )
-        self._kernel = DecoderKernel(shape, layers, _copy(drafter.norm.weight))
+        self._kernel = DecoderKernel(shape, layers, _copy(drafter.norm.weight), is_half=False)
         self._lm_head = _int8(drafter.lm_head.weight)
         self._correction = _int8(drafter.markov_head.markov_w2.weight) if config.markov_rank > 0 else None
 

@@ -47,7 +47,8 @@ class AttentionPlan:
         self.window = window
         self.first = first
         self.padded: _PaddedBatch | None = None
-        if memory.shape[-1] % 8 != 0 or not is_available(memory.device, memory.dtype):
+        is_compiled = memory.shape[-1] % 8 == 0 and is_available(memory.device, memory.dtype)
+        if not cache.has_key_columns and not is_compiled:
             self.padded = _PaddedBatch(segments, tables, memory.dtype, window=window, causal=causal, first=first)
         elif causal:
             self.visible_N = self.places.positions_N + 1

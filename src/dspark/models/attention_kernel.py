@@ -1,4 +1,7 @@
-"""Attention over paged keys and values on a CPU in float32, compiled when first used.
+"""Attention over paged keys and values on a CPU, compiled when first used.
+
+It computes in float32. Keys and values are float32, or float16: keys then lie as the columns of their blocks, so that
+no query has to transpose them, and half as many bytes are read (see :class:`~dspark.models.kv_cache.KVCache`).
 
 The bits of a query's result depend on the query, on the keys and values it sees in the order of their positions, and on
 the scale: never on what else is computed with it, on where its blocks lie, or on threads. This is why:
@@ -24,16 +27,15 @@ from numba.np.numpy_support import carray
 
 from dspark.models.block_tables import BLOCK_SIZE
 from dspark.models.compiling import SOURCE, remembered
+from dspark.models.kv_cache import columns_shape
 from dspark.models.row_kernels import exp2
 from dspark.models.threads import run_together
 from dspark.models.vector_intrinsics import largest_of, multiply_add, pointer, prefetch, transpose
 
-_TILE = 4 * BLOCK_SIZE
+_TILE_BLOCKS = 4
+_TILE = _TILE_BLOCKS * BLOCK_SIZE
 _QUERIES = 16  # neighbouring queries of a slot that share a tile's transposed keys
-_STEPS = 8  # links of a chain between a load and a store of its sum
-_WIDTH = 32  # chains side by side: two registers of 512 bits, four of 256
 _PART_WORK = 2**20  # pairs of query and key, times dimensions: some 75 microseconds, worth being handed to a thread
-_DTYPES = (torch.float32, torch.float32, torch.float32, torch.int32, torch.int64, torch.int64)
 
 
 def is_available(device: torch.device, dtype: torch.dtype) -> bool:
@@ -43,8 +45,8 @@ def is_available(device: torch.device, dtype: torch.dtype) -> bool:
 
 def attend_rows(
     q_NhD: torch.Tensor,
-    keys_gPD: torch.Tensor,
-    values_gPD: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
     tables_SB: torch.Tensor,
     slots_N: torch.Tensor,
     visible_N: torch.Tensor,
@@ -57,7 +59,8 @@ def attend_rows(
 
     Args:
         q_NhD: float32 queries; query head i reads key head ``i // (h / g)``.
-        keys_gPD, values_gPD: one layer's pool, contiguous float32; D is a multiple of 8.
+        keys, values: one layer's pool, contiguous: float32 ``[g, P, D]`` both, or in float16 keys as columns
+            ``[g, P / BLOCK_SIZE, D, BLOCK_SIZE]`` and values ``[g, P, D]``. D is a multiple of 8.
         tables_SB: int32; position p of slot s is row ``tables[s, p // BLOCK_SIZE] * BLOCK_SIZE + p % BLOCK_SIZE``.
         slots_N: int64, the slot of each query. Put the queries of one slot side by side: they are computed together.
         visible_N: int64; query n sees positions ``max(first, visible_n - window) .. visible_n - 1``, one at least.
@@ -67,23 +70,26 @@ def attend_rows(
             or layouts of tensors.
     """
     num_queries, num_heads, head_dim = q_NhD.shape
-    num_kv_heads, num_rows, _ = keys_gPD.shape
+    num_kv_heads, num_rows, _ = values.shape
     if head_dim % 8:
         raise ValueError(f"q_NhD has {head_dim} dimensions a head: the compiled attention needs a multiple of 8")
+    is_half = keys.dtype == torch.float16
+    number = torch.float16 if is_half else torch.float32
     q_NhD = q_NhD.contiguous()
     out_NhD = torch.empty_like(q_NhD)
-    tensors = (q_NhD, keys_gPD, values_gPD, tables_SB, slots_N, visible_N)
-    for tensor, dtype in zip(tensors, _DTYPES, strict=True):
+    tensors = (q_NhD, keys, values, tables_SB, slots_N, visible_N)
+    dtypes = (torch.float32, number, number, torch.int32, torch.int64, torch.int64)
+    for tensor, dtype in zip(tensors, dtypes, strict=True):
         if tensor.dtype != dtype or not tensor.is_cpu or not tensor.is_contiguous():
-            raise ValueError(f"the compiled attention needs contiguous CPU tensors of types {_DTYPES}, in this order")
+            raise ValueError(f"the compiled attention needs contiguous CPU tensors of types {dtypes}, in this order")
     if (
-        values_gPD.shape != keys_gPD.shape
-        or keys_gPD.shape[-1] != head_dim
+        values.shape[-1] != head_dim
+        or keys.shape != (columns_shape(values.shape) if is_half else values.shape)
         or num_heads % num_kv_heads
         or not num_queries == len(slots_N) == len(visible_N)
     ):
         raise ValueError(f"the shapes {[tuple(tensor.shape) for tensor in tensors]} do not go together")
-    kernel = attention_kernel(head_dim, num_heads // num_kv_heads).ctypes
+    kernel = attention_kernel(head_dim, num_heads // num_kv_heads, is_half).ctypes
     addresses = [tensor.data_ptr() for tensor in (*tensors, out_NhD)]
     shape = (num_queries, num_kv_heads, num_rows, *tables_SB.shape)
     exponent_scale = scale * math.log2(math.e)
@@ -111,12 +117,23 @@ def _in_parts(
 
 
 @lru_cache
-def attention_kernel(D: int, group: int, source: str = SOURCE) -> Any:
-    """The kernel for heads of D dimensions and ``group`` query heads a key head, as a C function."""
+def attention_kernel(D: int, group: int, is_half: bool, source: str = SOURCE) -> Any:
+    """The kernel for heads of D dimensions and ``group`` query heads a key head, as a C function.
+
+    Args:
+        is_half: whether keys, as columns, and values are float16.
+    """
     heads = max(n for n in range(1, 8) if group % n == 0)  # query heads that are computed side by side
-    width = max(n for n in (8, 16, _WIDTH) if D % n == 0)
-    number = 4  # bytes
-    vector, column, block_bytes = number * D, number * _TILE, number * D * BLOCK_SIZE
+    sums = (
+        24 if is_half else 14
+    )  # vectors of 16 sums side by side, at most: float16 is for where there are 32 registers
+    side = max(n for n in (1, 2, 4) if n * heads <= sums)  # blocks
+    width = max(n for n in (8, 16, 32, 64) if D % n == 0 and n * heads <= 16 * sums)  # dimensions of values
+    number = 2 if is_half else 4  # bytes of one in memory
+    row, block_bytes, vector, column = number * D, number * D * BLOCK_SIZE, 4 * D, 4 * _TILE
+    key_column = number * BLOCK_SIZE if is_half else column  # bytes from a dimension of the keys to the next
+    key_part = D // side  # dimensions between two loads and stores of scores
+    key_lines, value_lines = (side * number * BLOCK_SIZE // 64, -(-number * width // 64)) if is_half else (0, 0)
 
     def attend(  # type: ignore[no-untyped-def]
         q_at, keys_at, values_at, tables_at, slots_at, visible_at, out_at,
@@ -139,6 +156,9 @@ def attention_kernel(D: int, group: int, source: str = SOURCE) -> Any:
             total += (visible[n] - first) * num_kv_heads
 
         key_columns = np.empty((D, _TILE), np.float32)
+        key_blocks, value_blocks = np.empty(_TILE_BLOCKS, np.int64), np.empty(_TILE_BLOCKS, np.int64)  # addresses
+        next_blocks = np.empty(_TILE_BLOCKS, np.int64)  # bytes from the beginning of keys, and of values
+        places = np.empty(_TILE_BLOCKS, np.int64)
         weights = np.empty((heads, _TILE), np.float32)
         scaled = np.empty((_QUERIES, group, D), np.float32)
         mixed = np.empty((_QUERIES, group, D), np.float32)
@@ -164,9 +184,8 @@ def attention_kernel(D: int, group: int, source: str = SOURCE) -> Any:
                         for d in range(D):
                             scaled[n, h, d] = q[begin + n, kv_head * group + h, d] * scale
                     mixed[n], weight_sums[n], largest[n] = 0.0, 0.0, -np.inf
-                head_at = kv_head * num_rows * vector
+                head_at = kv_head * num_rows * row
                 for base in range(low // _TILE * _TILE, high, _TILE):
-                    columns_at = key_columns.ctypes.data  # asked for here: an array lives as long as its name is read
                     # What is needed next comes into the caches meanwhile.
                     next_head, next_slot, next_position = kv_head, slot, base
                     if base + _TILE < high:
@@ -175,35 +194,63 @@ def attention_kernel(D: int, group: int, source: str = SOURCE) -> Any:
                         next_head, next_position = kv_head + 1, low
                     elif end < num_queries:
                         next_head, next_slot, next_position = 0, slots[end], max(earliest, visible[end] - window)
-                    next_block = next_position // _TILE * (_TILE // BLOCK_SIZE)
-                    for i in range(_TILE // BLOCK_SIZE):  # keys as columns, for all these queries
+                    next_block = next_position // _TILE * _TILE_BLOCKS
+                    is_whole = low <= base and base + _TILE <= high
+                    for i in range(_TILE_BLOCKS):
                         position = base + i * BLOCK_SIZE
+                        ahead = tables[next_slot, min(next_block + i, num_blocks - 1)] * block_bytes
+                        ahead += next_head * num_rows * row
+                        next_blocks[i] = ahead
+                        if is_half and not is_whole:  # else it is asked for between the products
+                            for _ in range(0, block_bytes, 64):
+                                prefetch(keys_at + ahead)
+                                prefetch(values_at + ahead)
+                                ahead += 64
                         if position >= high or position + BLOCK_SIZE <= low:
                             continue
-                        block_at = keys_at + head_at + tables[slot, position // BLOCK_SIZE] * block_bytes
-                        ahead = tables[next_slot, min(next_block + i, num_blocks - 1)] * block_bytes
-                        ahead += next_head * num_rows * vector
+                        block_at = tables[slot, position // BLOCK_SIZE] * block_bytes + head_at
+                        value_blocks[i] = values_at + block_at
+                        if is_half:
+                            key_blocks[i] = keys_at + block_at
+                            continue
+                        key_blocks[i] = key_columns.ctypes.data + i * BLOCK_SIZE * 4  # for all these queries
                         for t in range(0, BLOCK_SIZE, 8):
                             for d in range(0, D, 8):
-                                for _ in range(0, 8 * 8 * number, 64):
+                                for _ in range(0, 8 * 8 * 4, 64):
                                     prefetch(keys_at + ahead)
                                     prefetch(values_at + ahead)
                                     ahead += 64
-                                target = columns_at + d * column + (i * BLOCK_SIZE + t) * number
-                                transpose(block_at + t * vector + d * number, vector, target, column)
+                                target = key_blocks[i] + d * column + t * 4
+                                transpose(keys_at + block_at + t * row + d * 4, row, target, column)
                     for n in range(end - begin):
                         first = max(earliest - base, visible[begin + n] - window - base, 0)
                         last = min(visible[begin + n] - base, _TILE)
+                        stride = 1 if is_whole and n == 0 else 0  # 0: prefetches one line again and again
                         for h0 in range(0, group if first < last else 0, heads):
                             scaled_at = scaled.ctypes.data + (n * group + h0) * vector
                             mixed_at = mixed.ctypes.data + (n * group + h0) * vector
                             weights[:] = 0.0  # scores first
-                            for j in range(first // _WIDTH * _WIDTH, last, _WIDTH):
-                                for d in range(0, D, _STEPS):
+                            i, seen_blocks = first // BLOCK_SIZE, (last + BLOCK_SIZE - 1) // BLOCK_SIZE
+                            while i < seen_blocks:
+                                scores_at = weights_at + i * BLOCK_SIZE * 4
+                                if i + side <= seen_blocks:
+                                    for j in range(side):
+                                        for k in range(side):
+                                            places[k] = key_blocks[i + k] + j * key_part * key_column
+                                        multiply_add(
+                                            heads, side, BLOCK_SIZE, is_half, scores_at, column,
+                                            scaled_at + j * key_part * 4, vector, places.ctypes.data, key_column,
+                                            key_part, keys_at + stride * next_blocks[i + j],
+                                            stride * side * number * BLOCK_SIZE, key_lines,
+                                        )  # fmt: skip
+                                    i += side
+                                else:
+                                    places[0] = key_blocks[i]
                                     multiply_add(
-                                        heads, _WIDTH, _STEPS, weights_at + j * number, column, scaled_at + d * number,
-                                        vector, columns_at + d * column + j * number, column,
+                                        heads, 1, BLOCK_SIZE, is_half, scores_at, column, scaled_at, vector,
+                                        places.ctypes.data, key_column, D, 0, 0, 0,
                                     )  # fmt: skip
+                                    i += 1
                             for i in range(heads):
                                 h = h0 + i
                                 if last - first < _TILE:
@@ -224,22 +271,16 @@ def attention_kernel(D: int, group: int, source: str = SOURCE) -> Any:
                                         weight_sums[n, h, j] += weights[i, j0 + j]
                             t = first
                             while t < last:
-                                row = tables[slot, (base + t) // BLOCK_SIZE] * BLOCK_SIZE + t % BLOCK_SIZE
-                                row_at = values_at + head_at + row * vector
-                                if t % _STEPS == 0 and t + _STEPS <= last:
-                                    for d in range(0, vector, width * number):
-                                        multiply_add(
-                                            heads, width, _STEPS, mixed_at + d, vector, weights_at + t * number, column,
-                                            row_at + d, vector,
-                                        )  # fmt: skip
-                                    t += _STEPS
-                                else:
-                                    for d in range(0, vector, width * number):
-                                        multiply_add(
-                                            heads, width, 1, mixed_at + d, vector, weights_at + t * number, column,
-                                            row_at + d, vector,
-                                        )  # fmt: skip
-                                    t += 1
+                                i = t // BLOCK_SIZE
+                                stop = min(last, (i + 1) * BLOCK_SIZE)
+                                for d in range(0, D, width):
+                                    places[0] = value_blocks[i] + t % BLOCK_SIZE * row + d * number
+                                    multiply_add(
+                                        heads, 1, width, is_half, mixed_at + d * 4, vector, weights_at + t * 4, column,
+                                        places.ctypes.data, row, stop - t,
+                                        values_at + stride * (next_blocks[i] + d * number), stride * row, value_lines,
+                                    )  # fmt: skip
+                                t = stop
                 for n in range(end - begin):
                     for h in range(group):
                         weight_sum = np.float32(0.0)

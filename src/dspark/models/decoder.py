@@ -92,7 +92,7 @@ class Decoder:
                 query_scale=c.query_scale,
                 activation=c.activation,
             )
-            self._kernel = DecoderKernel(shape, self._layers, self._final_norm_H)
+            self._kernel = DecoderKernel(shape, self._layers, self._final_norm_H, is_half=True)
 
     @property
     def config(self) -> DecoderConfig:
@@ -127,16 +127,20 @@ class Decoder:
         return True
 
     def new_cache(self, num_slots: int, max_length: int, tables: BlockTables | None = None) -> KVCache:
-        """Allocate key/value memory (see :meth:`dspark.models.target.Target.new_cache`)."""
+        """Allocate key/value memory (see :meth:`dspark.models.target.Target.new_cache`).
+
+        The compiled int8 pass keeps float16 there, with keys as columns.
+        """
         return KVCache(
             num_layers=self._config.num_layers,
             num_slots=num_slots,
             num_kv_heads=self._config.num_kv_heads,
             max_length=max_length,
             head_dim=self._config.head_dim,
-            dtype=self._dtype,
+            dtype=self._dtype if self._kernel is None else torch.float16,
             device=self._device,
             tables=tables,
+            key_columns=self._kernel is not None,
         )
 
     def embed(self, token_ids: torch.Tensor) -> torch.Tensor:

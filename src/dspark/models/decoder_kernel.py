@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any
 
 import numpy as np
@@ -19,13 +19,14 @@ from numba.np.numpy_support import carray
 
 from dspark.models.attention import AttentionPlan
 from dspark.models.attention_kernel import attention_kernel
+from dspark.models.block_tables import BLOCK_SIZE
 from dspark.models.compiling import SOURCE, remembered
 from dspark.models.decoder_layer import DecoderLayer, LayersShape
 from dspark.models.int8_intrinsics import GROUP, add_atomically, call_attention
 from dspark.models.int8_linear import LINE, GroupedInt8Linear, finish, multiply, quantise, take, wait
-from dspark.models.kv_cache import KVCache
+from dspark.models.kv_cache import KVCache, columns_shape
 from dspark.models.linear import Linear
-from dspark.models.row_kernels import activate_row, add_row, copy_row, norm_row, rotate_head
+from dspark.models.row_kernels import activate_row, add_row, copy_row, norm_row, rotate_head, store_halves
 from dspark.models.threads import run_together
 from dspark.models.vector_intrinsics import pointer
 
@@ -40,21 +41,28 @@ _WHOLE = 2**62  # a window that sees everything
 
 
 class DecoderKernel:
-    """Runs the layers of a decoder whose linear layers are :class:`GroupedInt8Linear`, in float32 between them."""
+    """Runs the layers of a decoder whose linear layers are :class:`GroupedInt8Linear`, in float32 between them.
 
-    def __init__(self, shape: LayersShape, layers: Sequence[DecoderLayer], final_norm_H: torch.Tensor) -> None:
+    Args:
+        is_half: keys and values are kept in float16, those beyond ±65504 as that, and keys as columns; else in float32.
+    """
+
+    def __init__(
+        self, shape: LayersShape, layers: Sequence[DecoderLayer], final_norm_H: torch.Tensor, *, is_half: bool
+    ) -> None:
         self._shape = shape
+        self._is_half = is_half
         self._held = (list(layers), final_norm_H)  # their memory must outlive the addresses
         self._table = np.array([_addresses(layer) for layer in layers], dtype=np.int64)
         linears = [_packed(linear) for linear in (layers[0].qkv, layers[0].output, layers[0].gate_up, layers[0].down)]
         self._widths = tuple(linear.padded_out for linear in linears)
         self._groups = max(linear.packed.shape[1] for linear in linears)
-        self._attention = attention_kernel(shape.head_dim, shape.num_heads // shape.num_kv_heads)
+        self._attention = attention_kernel(shape.head_dim, shape.num_heads // shape.num_kv_heads, is_half)
         self._kernel = _kernel()
 
-    def __reduce__(self) -> tuple[type[DecoderKernel], tuple[object, ...]]:
+    def __reduce__(self) -> tuple[Callable[..., DecoderKernel], tuple[object, ...]]:
         """A copy looks up the addresses of its own weights."""
-        return DecoderKernel, (self._shape, *self._held)
+        return partial(DecoderKernel, is_half=self._is_half), (self._shape, *self._held)
 
     def __call__(
         self,
@@ -75,11 +83,14 @@ class DecoderKernel:
             ValueError: the cache is another model's, or its tables name what it has not.
         """
         c, threads = self._shape, torch.get_num_threads()
-        shape = (c.num_layers, c.num_kv_heads, plan.tables.num_rows, c.head_dim)
-        if cache.keys.shape != shape or cache.keys.dtype != torch.float32:
+        shape: tuple[int, ...] = (c.num_layers, c.num_kv_heads, plan.tables.num_rows, c.head_dim)
+        dtype = torch.float16 if self._is_half else torch.float32
+        if self._is_half:
+            shape = columns_shape(shape)
+        if cache.keys.shape != shape or cache.keys.dtype != dtype:
             raise ValueError(
-                f"the cache holds {cache.keys.dtype} {tuple(cache.keys.shape)}, this model float32 {shape}: take one "
-                "from its new_cache"
+                f"the cache holds keys {tuple(cache.keys.shape)} in {cache.keys.dtype}, this model {shape} in {dtype}: "
+                "take one from its new_cache"
             )
         rows, hidden = x_NH.shape
         layers = sorted(set(tap_layers))
@@ -102,7 +113,7 @@ class DecoderKernel:
             x_NH.data_ptr(), rows, *places.tolist(), out_NH.data_ptr(),
             taps_NT.data_ptr(), hidden * len(layers), tap_columns.ctypes.data,
             *(table.data_ptr() for table in (*rope, *sliding_rope)),
-            cache.keys.data_ptr(), cache.values.data_ptr(), cache.keys.shape[2], token_rows.data_ptr(),
+            cache.keys.data_ptr(), cache.values.data_ptr(), plan.tables.num_rows, self._is_half, token_rows.data_ptr(),
             self._attention.address, tables.data_ptr(), *tables.shape, plan.places.slots_N.data_ptr(),
             plan.visible_N.data_ptr(), np.float32(c.query_scale * math.log2(math.e)), plan.window or _WHOLE, plan.first,
             min(rows * c.num_kv_heads, _PARTS * threads if threads > 1 else 1),
@@ -172,10 +183,10 @@ def _add_and_norm(
 @njit(error_model="numpy")  # type: ignore[untyped-decorator]
 def _place_heads(
     y_at: int, rows: int, width: int, heads: int, kv_heads: int, head_dim: int, qk_norm_at: int, eps: Any, cos_at: int,
-    sin_at: int, q_at: int, keys_at: int, values_at: int, num_rows: int, token_rows_at: int, counters_at: int,
-    threads: int,
+    sin_at: int, q_at: int, keys_at: int, values_at: int, num_rows: int, is_half: bool, token_rows_at: int,
+    counters_at: int, threads: int,
 ) -> Any:  # fmt: skip
-    """One phase: norm and rotate queries and keys; keys and values go to their rows of the cache."""
+    """One phase: norm and rotate queries and keys; keys and values go to their places in the cache."""
     token_rows = carray(pointer(token_rows_at), rows, np.int64)
     step = head_dim * 4
     while True:
@@ -187,14 +198,23 @@ def _place_heads(
             head_at = y_at + row * width * 4 + head * step
             if qk_norm_at != 0:
                 norm_row(head_at, head_at, qk_norm_at + head * step, head_dim, eps)
+            place = (head - heads) * num_rows + token_rows[row]
             if head < heads:
-                target = q_at + (row * heads + head) * step
+                rotate_head(head_at, q_at + (row * heads + head) * step, cos_row_at, sin_row_at, head_dim)
+            elif is_half:
+                rotated_at = y_at + row * width * 4  # the first query is no longer needed there
+                rotate_head(head_at, rotated_at, cos_row_at, sin_row_at, head_dim)
+                column_at = keys_at + (place // BLOCK_SIZE * head_dim * BLOCK_SIZE + place % BLOCK_SIZE) * 2
+                store_halves(rotated_at, column_at, 2 * BLOCK_SIZE, head_dim)
             else:
-                target = keys_at + ((head - heads) * num_rows + token_rows[row]) * step
-            rotate_head(head_at, target, cos_row_at, sin_row_at, head_dim)
+                rotate_head(head_at, keys_at + place * step, cos_row_at, sin_row_at, head_dim)
         for head in range(kv_heads):
             head_at = y_at + row * width * 4 + (heads + kv_heads + head) * step
-            copy_row(head_at, values_at + (head * num_rows + token_rows[row]) * step, head_dim)
+            place = head * num_rows + token_rows[row]
+            if is_half:
+                store_halves(head_at, values_at + place * head_dim * 2, 2, head_dim)
+            else:
+                copy_row(head_at, values_at + place * step, head_dim)
         finish(counters_at, 1)
     return wait(counters_at, rows, threads)
 
@@ -233,8 +253,8 @@ def _kernel(source: str = SOURCE) -> Callable[..., bool]:
         table_at, num_layers, hidden, intermediate, heads, kv_heads, head_dim, eps, is_gelu, qkv_width, output_width,
         gate_up_width, down_width, final_norm_at, x_at, rows, y_at, normed_at, queries_at, attended_at, q_at, out_at,
         taps_at, taps_width, tap_columns_at, cos_at, sin_at, sliding_cos_at, sliding_sin_at, keys_at, values_at,
-        num_rows, token_rows_at, attention_at, tables_at, num_slots, num_blocks, slots_at, visible_at, scale, window,
-        first, parts, counters_at, threads,
+        num_rows, is_half, token_rows_at, attention_at, tables_at, num_slots, num_blocks, slots_at, visible_at, scale,
+        window, first, parts, counters_at, threads,
     ):  # fmt: skip
         _ = source
         table = carray(pointer(table_at), (num_layers, 14), np.int64)
@@ -242,7 +262,7 @@ def _kernel(source: str = SOURCE) -> Callable[..., bool]:
         hidden_groups = (hidden + GROUP - 1) // GROUP
         heads_groups = (heads * head_dim + GROUP - 1) // GROUP
         intermediate_groups = (intermediate + GROUP - 1) // GROUP
-        layer_bytes = kv_heads * num_rows * head_dim * 4
+        layer_bytes = kv_heads * num_rows * head_dim * (2 if is_half else 4)
         thread = add_atomically(counters_at, 1)
         at = counters_at + LINE
         understood = True
@@ -261,7 +281,7 @@ def _kernel(source: str = SOURCE) -> Callable[..., bool]:
             at = _place_heads(
                 y_at, rows, qkv_width, heads, kv_heads, head_dim, layer[_QK_NORM], eps,
                 sliding_cos_at if is_sliding else cos_at, sliding_sin_at if is_sliding else sin_at, queries_at,
-                layer_keys_at, layer_values_at, num_rows, token_rows_at, at, threads,
+                layer_keys_at, layer_values_at, num_rows, is_half, token_rows_at, at, threads,
             )  # fmt: skip
             while True:
                 part = take(at)

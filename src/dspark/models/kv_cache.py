@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from dspark.models.block_tables import BlockTables
+from dspark.models.block_tables import BLOCK_SIZE, BlockTables
 from dspark.types import Segment
 
 
@@ -19,6 +19,8 @@ class KVCache:
 
     Args:
         max_length: most valid positions of a slot.
+        key_columns: keys lie as the columns of their blocks, ``[layers, kv_heads, blocks, head_dim, BLOCK_SIZE]``, as
+            compiled attention over float16 reads them.
         tables: where the positions are.
         scratch: positions behind the valid ones that are written too, but never count.
     """
@@ -35,6 +37,7 @@ class KVCache:
         device: torch.device,
         tables: BlockTables | None = None,
         scratch: int = 0,
+        key_columns: bool = False,
     ) -> None:
         check_size(num_slots, max_length)
         if tables is None:
@@ -45,11 +48,12 @@ class KVCache:
                 f"of at least {max_length + scratch}"
             )
         self.tables = tables
+        self.has_key_columns = key_columns
         self.num_slots = num_slots
         self.max_length = max_length
         shape = (num_layers, num_kv_heads, tables.num_rows, head_dim)
         # Zeros, not empty: attention multiplies masked positions by zero, and 0 * NaN would be NaN.
-        self.keys = torch.zeros(shape, dtype=dtype, device=device)
+        self.keys = torch.zeros(columns_shape(shape) if key_columns else shape, dtype=dtype, device=device)
         self.values = torch.zeros(shape, dtype=dtype, device=device)
         self.lengths = [0] * num_slots
 
@@ -79,6 +83,12 @@ class KVCache:
     def room(self, slot: int) -> int:
         """Valid positions that the slot can have with the blocks that it has now."""
         return min(self.max_length, self.tables.capacity(slot))
+
+
+def columns_shape(shape: Sequence[int]) -> tuple[int, ...]:
+    """Shape of rows ``[..., rows, head_dim]`` that lie as columns of their blocks."""
+    *rest, rows, head_dim = shape
+    return *rest, rows // BLOCK_SIZE, head_dim, BLOCK_SIZE
 
 
 def check_size(num_slots: int, max_length: int) -> None:

@@ -13,7 +13,7 @@ from numba import njit
 from numba.np.numpy_support import carray
 
 from dspark.models.int8_intrinsics import GROUP
-from dspark.models.vector_intrinsics import fused_multiply_add, pointer
+from dspark.models.vector_intrinsics import fused_multiply_add, pointer, store_half
 
 _EXP2 = tuple(math.log(2.0) ** k / math.factorial(k) for k in range(8))
 _ROUND = 1.5 * 2**23  # added to a small float32, it leaves the nearest whole number in the lowest bits
@@ -102,6 +102,14 @@ def copy_row(x_at: int, out_at: int, size: int) -> None:
     x, out = carray(pointer(x_at), size, np.float32), carray(pointer(out_at), size, np.float32)
     for i in range(size):
         out[i] = x[i]
+
+
+@njit(error_model="numpy")  # type: ignore[untyped-decorator]
+def store_halves(x_at: int, out_at: int, step: int, size: int) -> None:
+    """``out = x`` in float16, within ±65504, each number ``step`` bytes after the one before it."""
+    x = carray(pointer(x_at), size, np.float32)
+    for i in range(size):
+        store_half(x[i], out_at + i * step)
 
 
 @njit(error_model="numpy")  # type: ignore[untyped-decorator]

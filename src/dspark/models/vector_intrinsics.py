@@ -32,35 +32,84 @@ def _lanes(lanes: list[int]) -> Any:
     return ir.Constant(ir.VectorType(ir.IntType(32), len(lanes)), lanes)
 
 
+def _prefetch(builder: Any, address: Any) -> None:
+    pointer, number = ir.IntType(8).as_pointer(), ir.IntType(32)
+    function = cgutils.get_or_insert_function(
+        builder.module, ir.FunctionType(ir.VoidType(), [pointer, number, number, number]), "llvm.prefetch.p0"
+    )
+    for_reading, second_cache, of_data = number(0), number(2), number(1)
+    builder.call(function, [builder.inttoptr(address, pointer), for_reading, second_cache, of_data])
+
+
 @intrinsic(prefer_literal=True)  # type: ignore[untyped-decorator]
 def multiply_add(
-    typing: Any, rows: Any, width: Any, steps: Any, sums: Any, sums_step: Any, left: Any, left_step: Any, right: Any,
-    right_step: Any,
+    typing: Any, rows: Any, parts: Any, width: Any, is_half: Any, sums: Any, sums_step: Any, left: Any, left_step: Any,
+    right: Any, right_step: Any, steps: Any, ahead: Any, ahead_step: Any, lines: Any,
 ) -> Any:  # fmt: skip
-    """``sums[r, j] += left[r, i] * right[i, j]`` for r < rows, j < width and, in this order, i < steps.
+    """``sums[r, p, j] += left[r, i] * right[p][i, j]`` for r < rows, p < parts, j < width; in this order for i < steps.
 
-    All matrices are float32, given by the address of their first element and the bytes from a row to the next.
+    ``sums`` and ``left`` are float32, given by the address of their first element and the bytes from a row to the next;
+    ``right`` is the address of the addresses (int64) of its parts, float16 if ``is_half``, else float32.
+
+    Args:
+        steps: 1 at least.
+        ahead: each step asks for so many ``lines`` of memory (see :func:`prefetch`) from here on, the next step for
+            those that lie ``ahead_step`` bytes further.
     """
-    num_rows, lanes, num_steps = rows.literal_value, width.literal_value, steps.literal_value
+    num_rows, num_parts, lanes = rows.literal_value, parts.literal_value, width.literal_value
+    number = ir.HalfType() if is_half.literal_value else ir.FloatType()
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        sums, sums_step, left, left_step, right, right_step = arguments[3:]
+        sums, sums_step, left, left_step, right, right_step, steps, ahead, ahead_step = arguments[4:-1]
         vector = ir.VectorType(ir.FloatType(), lanes)
         fma = cgutils.get_or_insert_function(
             builder.module, ir.FunctionType(vector, [vector] * 3), f"llvm.fma.v{lanes}f32"
         )
-        chains = [_load(builder, sums, sums_step, r, lanes) for r in range(num_rows)]
-        for i in range(num_steps):
-            right_row = _load(builder, right, right_step, i, lanes)
-            for r in range(num_rows):
-                factor = _load(builder, builder.add(left, ir.Constant(left.type, 4 * i)), left_step, r, 1)
-                factor = builder.shuffle_vector(factor, factor, _lanes([0] * lanes))
-                chains[r] = builder.call(fma, [factor, right_row, chains[r]])
+        cells = [(r, p) for r in range(num_rows) for p in range(num_parts)]
+        places = {(r, p): builder.add(sums, ir.Constant(sums.type, 4 * lanes * p)) for r, p in cells}
+        addresses = [builder.add(right, ir.Constant(right.type, 8 * p)) for p in range(num_parts)]
+        addresses = [builder.load(builder.inttoptr(a, a.type.as_pointer()), typ=a.type) for a in addresses]
+        start = {(r, p): _load(builder, places[r, p], sums_step, r, lanes) for r, p in cells}
+        before, loop, after = (
+            builder.block,
+            builder.append_basic_block("step"),
+            builder.append_basic_block("steps_done"),
+        )
+        builder.branch(loop)
+
+        builder.position_at_end(loop)
+        step = builder.phi(steps.type)
+        step.add_incoming(ir.Constant(steps.type, 0), before)
+        chains = {cell: builder.phi(vector) for cell in cells}
+        for cell, chain in chains.items():
+            chain.add_incoming(start[cell], before)
+        offset = builder.mul(step, right_step)
+        columns = []
+        for address in addresses:
+            place = builder.inttoptr(builder.add(address, offset), ir.VectorType(number, lanes).as_pointer())
+            column = builder.load(place, align=2, typ=ir.VectorType(number, lanes))
+            columns.append(builder.fpext(column, vector) if is_half.literal_value else column)
+        for line in range(lines.literal_value):
+            place = builder.add(ahead, builder.mul(step, ahead_step))
+            _prefetch(builder, builder.add(place, ir.Constant(step.type, 64 * line)))
+        factor_at = builder.add(left, builder.mul(step, ir.Constant(step.type, 4)))
+        factors = []
         for r in range(num_rows):
-            _store(builder, chains[r], sums, sums_step, r)
+            factor = _load(builder, factor_at, left_step, r, 1)
+            factors.append(builder.shuffle_vector(factor, factor, _lanes([0] * lanes)))
+        sums_now = {(r, p): builder.call(fma, [factors[r], columns[p], chains[r, p]]) for r, p in cells}
+        next_step = builder.add(step, ir.Constant(step.type, 1))
+        step.add_incoming(next_step, loop)
+        for cell, chain in chains.items():
+            chain.add_incoming(sums_now[cell], loop)
+        builder.cbranch(builder.icmp_signed("<", next_step, steps), loop, after)
+
+        builder.position_at_end(after)
+        for r, p in cells:
+            _store(builder, sums_now[r, p], places[r, p], sums_step, r)
         return context.get_dummy_value()
 
-    return types.void(rows, width, steps, *[types.int64] * 6), generate
+    return types.void(rows, parts, width, is_half, *[types.int64] * 9, lines), generate
 
 
 @intrinsic(prefer_literal=True)  # type: ignore[untyped-decorator]
@@ -90,12 +139,7 @@ def prefetch(typing: Any, address: Any) -> Any:
     """Ask for a line of memory to be brought to the second cache; any address will do."""
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        pointer, number = ir.IntType(8).as_pointer(), ir.IntType(32)
-        prefetch = cgutils.get_or_insert_function(
-            builder.module, ir.FunctionType(ir.VoidType(), [pointer, number, number, number]), "llvm.prefetch.p0"
-        )
-        for_reading, second_cache, of_data = number(0), number(2), number(1)
-        builder.call(prefetch, [builder.inttoptr(arguments[0], pointer), for_reading, second_cache, of_data])
+        _prefetch(builder, arguments[0])
         return context.get_dummy_value()
 
     return types.void(types.int64), generate
@@ -136,3 +180,20 @@ def pointer(typing: Any, address: Any) -> Any:
         return builder.inttoptr(arguments[0], context.get_value_type(types.voidptr))
 
     return types.voidptr(types.int64), generate
+
+
+@intrinsic(prefer_literal=True)  # type: ignore[untyped-decorator]
+def store_half(typing: Any, number: Any, address: Any) -> Any:
+    """Store a float32 number as float16, the nearest one to what lies within ±65504; NaN stays NaN."""
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        number, address = arguments
+        largest = ir.Constant(number.type, 65504.0)
+        smallest = ir.Constant(number.type, -65504.0)
+        number = builder.select(builder.fcmp_ordered(">", number, largest), largest, number)
+        number = builder.select(builder.fcmp_ordered("<", number, smallest), smallest, number)
+        half = builder.fptrunc(number, ir.HalfType())
+        builder.store(half, builder.inttoptr(address, half.type.as_pointer()), align=2)
+        return context.get_dummy_value()
+
+    return types.void(types.float32, types.int64), generate
