@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Hashable
-from dataclasses import dataclass
+from collections.abc import Callable, Hashable, Iterator
+from dataclasses import dataclass, replace
 
 import numpy as np
 
 from dspark.decoding.enumeration import DraftedRound, Tokens
-from dspark.scheduling import Drafts, History, MeasuredCurve, PastSurvivals, Policy, StepBatch, StepCost
+from dspark.scheduling import Correction, Drafts, History, MeasuredCurve, PastSurvivals, Policy, StepBatch, StepCost
 from dspark.scheduling.admission import global_maximum, ranked_survivals, throughput, verify_lengths
 from dspark.scheduling.policies import StepPlan
 
@@ -67,9 +67,17 @@ class Retrospective:
 
 
 class ScheduledBatch:
-    """A policy as the enumeration calls it; what it remembers is the survivals of the two last steps.
+    """A policy as the enumeration calls it: it remembers survivals and what has been learned from acceptances.
+
+    What became of a step's drafts is known once its tokens are emitted (`learns`). Tokens of later steps are drawn from
+    the target given those, whatever they and their acceptances were, so lengths may depend on them as on anything else
+    that is past (SPEC "Hardware-aware prefix scheduler"); ``judges`` is for a scheduler that does not wait.
 
     ``seen`` counts (why, budget, lengths) of every decision, so that a test can show that it was not a vacuous one.
+
+    Args:
+        judges: wrong: (request, prefix, x_1..x_g) -> how many of the tokens that are to be scheduled will be accepted,
+            which corrects the confidences before it is settled how many of them are verified.
     """
 
     def __init__(
@@ -81,21 +89,24 @@ class ScheduledBatch:
         prefill_tokens: int = 0,
         token_limit: int | None = None,
         sees_own_token: bool = False,
+        judges: Callable[[int, Tokens, Tokens], int] | None = None,
     ) -> None:
         self.policy, self.cost, self.confidence = policy, cost, confidence
         self.prefill_tokens, self.token_limit = prefill_tokens, token_limit
-        self.sees_own_token = sees_own_token
+        self.sees_own_token, self.judges = sees_own_token, judges
         self.seen: Counter[tuple] = Counter()
         self._decided: dict[tuple, tuple[tuple[int, ...], Hashable]] = {}
+        self._learned: dict[tuple, Hashable] = {}
 
     def __call__(
         self, memory: Hashable, step: int, rounds: tuple[DraftedRound | None, ...]
     ) -> tuple[tuple[int, ...], Hashable]:
         present = tuple(r for r, drafted in enumerate(rounds) if drafted is not None)
         confidences = tuple(self._confidences(r, *rounds[r]) for r in present)
-        key = (memory, step, present, confidences)
+        judged = tuple(0 if self.judges is None else self.judges(r, *rounds[r]) for r in present)
+        key = (memory, step, present, confidences, judged)
         if key not in self._decided:
-            lengths_R, remembers = self._decide(memory, step, present, confidences)
+            lengths_R, remembers = self._decide(memory, step, present, confidences, judged)
             length_of = dict(zip(present, lengths_R, strict=True))
             self._decided[key] = tuple(length_of.get(r, 0) for r in range(len(rounds))), remembers
         return self._decided[key]
@@ -104,7 +115,31 @@ class ScheduledBatch:
         shift = 1 if self.sees_own_token else 0
         return tuple(self.confidence(request, prefix, block[: k + shift]) for k in range(len(block)))
 
-    def _decide(self, memory, step: int, present: tuple[int, ...], confidences) -> tuple[tuple[int, ...], Hashable]:
+    def decisions(self) -> Iterator[tuple[Hashable, tuple[int, ...]]]:
+        """All that each decision was made from, except for what has been learned from acceptances; and its lengths."""
+        for (memory, *rest), (lengths, _) in self._decided.items():
+            survivals = None if memory is None else tuple(known and known[:-1] for known in memory)
+            yield (survivals, *rest), lengths
+
+    def learns(self, memory: Hashable, accepted: tuple[int | None, ...]) -> Hashable:
+        """What became of the step's drafts, which ``memory`` ends with."""
+        key = (memory, accepted)
+        if key not in self._learned:
+            before, drafted = memory
+            drafts, lengths_R = None, None
+            if drafted is not None:
+                step, ids, lengths, rows, verified = drafted
+                drafts = Drafts(
+                    step=step, request_ids_R=np.array(ids), lengths_R=np.array(lengths), confidences_RG=np.array(rows)
+                )
+                lengths_R = np.array(verified)
+            accepted_R = np.array([count for count in accepted if count is not None])
+            self._learned[key] = memory_of(remembered(before).after(drafts, lengths_R, accepted_R))
+        return self._learned[key]
+
+    def _decide(
+        self, memory, step: int, present: tuple[int, ...], confidences, judged: tuple[int, ...]
+    ) -> tuple[tuple[int, ...], Hashable]:
         history = remembered(memory)
         batch = StepBatch(
             step=step,
@@ -117,7 +152,7 @@ class ScheduledBatch:
         plan = self.policy.plan(batch, history.past, self.cost)
         if not plan.drafts:
             self.seen[plan.why, plan.budget, (0,) * len(present)] += 1
-            return (0,) * len(present), memory_of(history.after(None))
+            return (0,) * len(present), (memory, None)
         confidences_RG = np.zeros((len(present), max(map(len, confidences))))
         for row, values in enumerate(confidences):
             confidences_RG[row, : len(values)] = values
@@ -127,9 +162,13 @@ class ScheduledBatch:
             lengths_R=plan.draft_lengths_R,
             confidences_RG=confidences_RG,
         )
+        if self.judges is not None:
+            correction = Correction().after(drafts, plan.draft_lengths_R, np.minimum(judged, plan.draft_lengths_R))
+            plan = replace(plan, log_odds_R=correction.log_odds_of(plan.batch.request_ids_R))
         lengths = tuple(self.policy.verify_lengths(plan, drafts, self.cost).tolist())
         self.seen[plan.why, plan.budget, lengths] += 1
-        return lengths, memory_of(history.after(drafts))
+        rows = tuple(map(tuple, confidences_RG.tolist()))
+        return lengths, (memory, (step, present, tuple(plan.draft_lengths_R.tolist()), rows, lengths))
 
 
 def memory_of(history: History) -> Hashable:
@@ -156,13 +195,37 @@ def _of(past: PastSurvivals | None) -> Hashable:
     if past is None:
         return None
     rows = tuple(map(tuple, past.survivals_RG.tolist()))
-    return past.step, tuple(past.request_ids_R.tolist()), tuple(past.lengths_R.tolist()), rows
+    known = past.correction
+    correction = (
+        *(tuple(values.tolist()) for values in (known.request_ids_R, known.own_R, known.own_information_R)),
+        known.shared,
+        known.shared_information,
+    )
+    return (
+        past.step,
+        tuple(past.request_ids_R.tolist()),
+        tuple(past.lengths_R.tolist()),
+        rows,
+        past.is_followed,
+        correction,
+    )
 
 
 def _past(values) -> PastSurvivals | None:
     if values is None:
         return None
-    step, ids, lengths, rows = values
+    step, ids, lengths, rows, is_followed, (learned_ids, own, information, shared, shared_information) = values
     return PastSurvivals(
-        step=step, request_ids_R=np.array(ids), lengths_R=np.array(lengths), survivals_RG=np.array(rows)
+        step=step,
+        request_ids_R=np.array(ids),
+        lengths_R=np.array(lengths),
+        survivals_RG=np.array(rows),
+        is_followed=is_followed,
+        correction=Correction(
+            request_ids_R=np.array(learned_ids, int),
+            own_R=np.array(own),
+            own_information_R=np.array(information),
+            shared=shared,
+            shared_information=shared_information,
+        ),
     )

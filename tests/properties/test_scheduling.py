@@ -4,10 +4,13 @@ Exact enumeration of everything that can happen (drafted tokens, confidences as 
 real policies with their history, acceptance), in float64, to 1e-12; and the retrospective rule of Appendix A, which
 must fail. Seeded coupling is enumerated as if its noise were fresh in every step; that discarded drafts have seen noise
 which later steps use again cannot matter, because what is emitted is the target's own sample on every path (last test).
+
+What was accepted in earlier steps corrects confidences, here so strongly that single tokens change what is decided.
 """
 
 from __future__ import annotations
 
+from collections import defaultdict
 from typing import ClassVar
 
 import pytest
@@ -16,7 +19,7 @@ import torch
 from dspark.decoding import accept_coupled, coupled_sample, gumbel_noise
 from dspark.decoding.batch_enumeration import EnumeratedRequest, joint_autoregressive_law, joint_output_law
 from dspark.decoding.enumeration import Drafting, Tokens, coupled_rule, greedy_rule, largest_deviation, speculative_rule
-from dspark.scheduling import Delayed, Fixed, Immediate, MeasuredCurve, Off, StepCost, Threshold
+from dspark.scheduling import Delayed, Fixed, Immediate, MeasuredCurve, Off, StepCost, Threshold, correction
 from tests.properties.scheduled import (
     Confidence,
     Retrospective,
@@ -28,6 +31,13 @@ from tests.properties.scheduled import (
     staircase_cost,
 )
 from tests.properties.tables import argmax_table, random_table
+
+
+@pytest.fixture(autouse=True)
+def _believes_every_outcome(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("_OWN_PRIOR", "_SHARED_PRIOR"):
+        monkeypatch.setattr(correction, name, 1.0)
+
 
 TOLERANCE = 1e-12
 CLEAR = 0.01
@@ -66,7 +76,7 @@ def batch_of(rules: str, seed: int, block_sizes: list[int], horizons: list[int],
 
 
 def deviation(requests, scheduled: ScheduledBatch, **how) -> float:
-    law = joint_output_law(requests, scheduled, **how)
+    law = joint_output_law(requests, scheduled, learns=scheduled.learns, **how)
     assert sum(law.values()) == pytest.approx(1, abs=TOLERANCE)
     return largest_deviation(law, joint_autoregressive_law(requests))
 
@@ -134,7 +144,8 @@ def decisions(policy: str) -> set[tuple]:
     seen: set[tuple] = set()
     for seed in (2, 4):
         scheduled = ScheduledBatch(POLICIES[policy], staircase_cost(seed), made_up_confidence(seed))
-        joint_output_law(batch_of("speculative", seed, [2, 2], [4, 4], shortens=True), scheduled)
+        requests = batch_of("speculative", seed, [2, 2], [4, 4], shortens=True)
+        joint_output_law(requests, scheduled, learns=scheduled.learns)
         seen |= scheduled.seen.keys()
     return seen
 
@@ -185,6 +196,39 @@ def test_confidences_that_see_their_own_token_fail(policy: str) -> None:
     assert worst > CLEAR
 
 
+def test_what_was_accepted_decides() -> None:
+    """With all else the same, confidences included: so the runs above cover it."""
+    lengths_of: defaultdict[tuple, set[tuple[int, ...]]] = defaultdict(set)
+    for seed in (2, 4):
+        scheduled = ScheduledBatch(POLICIES["delayed"], staircase_cost(seed), lambda request, prefix, drafted: 0.6)
+        assert deviation(batch_of("speculative", seed, [2], [6], shortens=True), scheduled) < TOLERANCE
+        for known_but_acceptances, lengths in scheduled.decisions():
+            lengths_of[seed, known_but_acceptances].add(lengths)
+    assert max(map(len, lengths_of.values())) > 1
+
+
+@pytest.mark.parametrize("policy", ["immediate", "delayed"])
+def test_a_correction_by_the_steps_own_outcome_fails(policy: str) -> None:
+    """Where the draft token is at most as likely as with the target, it will be accepted: that must not be used."""
+    memory = memory_of(past_of(5, [[0.6, 0.3], [0.6, 0.3]]))
+    worst = 0.0
+    for seed in range(8):
+        requests = batch_of("speculative", seed, [2, 2], [2, 2])
+
+        def will_be_accepted(request: int, prefix: Tokens, block: Tokens, requests=requests) -> int:
+            target, drafter = requests[request].target, requests[request].drafting.probs
+            for k, token in enumerate(block):
+                if target(prefix + block[:k])[token] < drafter(prefix + block[:k])[token]:
+                    return k
+            return len(block)
+
+        scheduled = ScheduledBatch(
+            POLICIES[policy], staircase_cost(seed), made_up_confidence(seed), judges=will_be_accepted
+        )
+        worst = max(worst, deviation(requests, scheduled, num_steps=1, first_step=7, memory=memory))
+    assert worst > CLEAR
+
+
 class AppendixA:
     """Two tokens, A = 0 and B = 1; p(A) = 0.7, q(A) = 0.5 at the first position, so c_1 = 1 - TV = 0.8.
 
@@ -225,7 +269,8 @@ class AppendixA:
             horizon=1,
         )
         scheduled = ScheduledBatch(policy, cls.COST, cls.confidence)
-        return joint_output_law([request], scheduled, first_step=7, memory=memory)[((0,),)]
+        law = joint_output_law([request], scheduled, learns=scheduled.learns, first_step=7, memory=memory)
+        return law[((0,),)]
 
 
 def test_appendix_a() -> None:
@@ -262,6 +307,7 @@ def test_seeded_output_is_the_same_under_any_policy(policy) -> None:
                     block = (*block, sample(drafters[r], prefix + block, seed + r))
                 rounds.append((prefix, block) if len(prefix) <= horizon else None)
             lengths, memory = scheduled(memory, step, tuple(rounds))
+            accepted: list[int | None] = [None] * len(rounds)
             for r, (drafted, length) in enumerate(zip(rounds, lengths, strict=True)):
                 if drafted is None:
                     continue
@@ -270,6 +316,8 @@ def test_seeded_output_is_the_same_under_any_policy(policy) -> None:
                 result = accept_coupled(block, samples)
                 prefixes[r] = (*prefix, *block[: result.num_accepted], result.next_token)
                 verified += length
+                accepted[r] = result.num_accepted
+            memory = scheduled.learns(memory, tuple(accepted))
             step += 1
         assert prefixes == alone
     assert (verified > 0) is (policy.name != "off")

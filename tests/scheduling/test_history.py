@@ -17,6 +17,25 @@ def test_survivals_are_given_out_two_steps_later() -> None:
     assert given_out == [None, None, 0, 1, 2]
 
 
+def test_so_is_what_became_of_them() -> None:
+    history, learned = History(), []
+    for step in range(4):
+        learned.append(0.0 if history.past is None else history.past.correction.shared)
+        history = history.after(drafts_of([[0.5]], step=step), np.array([1]), np.array([step % 2]))
+    assert learned[:2] == [0, 0]
+    assert learned[2] < min(0, learned[3])  # rejected in step 0, accepted in step 1
+    assert history.last is not None
+    assert history.correction is history.last.correction
+
+
+def test_it_says_whether_newer_survivals_are_on_their_way() -> None:
+    history, followed = History(), []
+    for step, is_drafted in enumerate([True, True, False, False, True, False]):
+        history = history.after(drafts_of([[0.5]], step=step) if is_drafted else None)
+        followed.append(history.past is not None and history.past.is_followed)
+    assert followed == [False, True, False, False, True, False]
+
+
 def test_they_stay_while_nothing_is_drafted() -> None:
     history = History().after(drafts_of([[0.5]], step=0)).after(drafts_of([[0.6]], step=1))
     empty = drafts_of([[]], step=3)

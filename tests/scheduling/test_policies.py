@@ -149,7 +149,8 @@ def test_the_delayed_budget_is_of_the_past_and_the_ranking_of_the_present() -> N
     assert Delayed().verify_lengths(plan, now, cost).tolist() == [0, 2]
     sure = drafts_of([[1.0, 1.0], [1.0, 1.0]])
     assert Delayed().verify_lengths(plan, sure, cost).tolist() == [1, 1]
-    assert Immediate().verify_lengths(plan, sure, cost).tolist() == [2, 2]
+    immediate = Immediate()
+    assert immediate.verify_lengths(immediate.plan(batch_of([2, 2]), past, cost), sure, cost).tolist() == [2, 2]
 
 
 def test_without_history_the_delayed_policy_goes_by_algorithm_1_and_says_so() -> None:

@@ -45,14 +45,11 @@ def recorded(policy: Policy, steps: int = 30) -> list[StepRecord]:
             verify_lengths_R=lengths_R,
             predicted=predicted_seconds(plan, int(lengths_R.sum()), COST),
         )
-        records.append(
-            dataclasses.replace(
-                record, measured=StepSeconds(draft=0.1, schedule=0.0, verify=1.0), accepted_R=lengths_R // 2
-            )
-            if step % 2
-            else record
-        )
-        history = history.after(drafts)
+        if step % 2:
+            measured = StepSeconds(draft=0.1, schedule=0.0, verify=1.0)
+            record = dataclasses.replace(record, measured=measured, accepted_R=lengths_R // 2)
+        records.append(record)
+        history = history.after(drafts, lengths_R, record.accepted_R)
     return records
 
 

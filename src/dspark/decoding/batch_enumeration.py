@@ -27,6 +27,9 @@ BatchVerifyLengths = Callable[[Hashable, int, tuple[DraftedRound | None, ...]], 
 """(memory, step, the round of each request or None if it is not in the step) -> (how many draft tokens of each are
 verified, what is remembered). Memory is None before the first step unless given."""
 
+Learns = Callable[[Hashable, tuple[int | None, ...]], Hashable]
+"""(memory, how many draft tokens of each request were accepted or None if it is not in the step) -> memory."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class EnumeratedRequest:
@@ -64,6 +67,7 @@ def joint_output_law(
     requests: Sequence[EnumeratedRequest],
     verify_lengths: BatchVerifyLengths,
     *,
+    learns: Learns | None = None,
     num_steps: int | None = None,
     memory: Hashable = None,
     first_step: int = 0,
@@ -74,6 +78,7 @@ def joint_output_law(
     randomness of its own. Histories that the scheduler cannot tell apart (same emitted tokens and memory) are merged.
 
     Args:
+        learns: what the scheduler makes of a step's acceptances once they are known; None if it does not look at them.
         num_steps: how many speculative steps, after which each target goes on alone; None: until all are done.
         memory: of the scheduler, before the first step.
         first_step: number of the first step.
@@ -85,10 +90,10 @@ def joint_output_law(
     while states:
         if num_steps is not None and step - first_step >= num_steps:
             for (emitted, _), mass in states.items():
-                rests = (one.rest(tokens).items() for one, tokens in zip(batch, emitted, strict=True))
-                for outcomes in itertools.product(*rests):
-                    whole = tuple(tokens + rest for tokens, (rest, _) in zip(emitted, outcomes, strict=True))
-                    law[whole] += mass * math.prod(rest_mass for _, rest_mass in outcomes)
+                rests_of = (one.rest(tokens).items() for one, tokens in zip(batch, emitted, strict=True))
+                for rests in itertools.product(*rests_of):
+                    whole = tuple(tokens + rest for tokens, (rest, _) in zip(emitted, rests, strict=True))
+                    law[whole] += mass * math.prod(rest_mass for _, rest_mass in rests)
             return law
         following: defaultdict[tuple[tuple[Tokens, ...], Hashable], float] = defaultdict(float)
         for (emitted, remembered), mass in states.items():
@@ -105,7 +110,9 @@ def joint_output_law(
                     for one, tokens, drafted, length in zip(batch, emitted, rounds, lengths, strict=True)
                 ]
                 for outcomes in itertools.product(*outcomes_of):
-                    state = (tuple(tokens for tokens, _ in outcomes), remembers)
+                    accepted = tuple(num_accepted for (_, num_accepted), _ in outcomes)
+                    knows = remembers if learns is None else learns(remembers, accepted)
+                    state = (tuple(tokens for (tokens, _), _ in outcomes), knows)
                     following[state] += drawn_mass * math.prod(outcome_mass for _, outcome_mass in outcomes)
         states = following
         step += 1
@@ -118,7 +125,7 @@ class _RequestLaws:
     def __init__(self, request: EnumeratedRequest) -> None:
         self.request = request
         self._rounds: dict[tuple[Tokens, int], dict[DraftedRound | None, float]] = {}
-        self._outcomes: dict[tuple[Tokens, Tokens], dict[Tokens, float]] = {}
+        self._outcomes: dict[tuple[Tokens, Tokens], dict[tuple[Tokens, int | None], float]] = {}
         self._rests: dict[Tokens, dict[Tokens, float]] = {}
 
     def rounds(self, emitted: Tokens, step: int) -> Mapping[DraftedRound | None, float]:
@@ -133,17 +140,19 @@ class _RequestLaws:
             self._rounds[emitted, size] = {(prefix, block): mass for block, mass in blocks.items()}
         return self._rounds[emitted, size]
 
-    def outcomes(self, emitted: Tokens, drafted: DraftedRound | None, length: int) -> Mapping[Tokens, float]:
-        """Law of all tokens emitted after the round, cut at the horizon."""
+    def outcomes(
+        self, emitted: Tokens, drafted: DraftedRound | None, length: int
+    ) -> Mapping[tuple[Tokens, int | None], float]:
+        """Law of all tokens emitted after the round, cut at the horizon, and of how many draft tokens were accepted."""
         if drafted is None:
-            return {emitted: 1.0}
+            return {(emitted, None): 1.0}
         request, verified = self.request, drafted[1][:length]
         if (emitted, verified) not in self._outcomes:
-            law: defaultdict[Tokens, float] = defaultdict(float)
+            law: defaultdict[tuple[Tokens, int | None], float] = defaultdict(float)
             block = verified_block(request.target, request.drafting, request.prefix + emitted, verified)
             for acceptance, mass in request.rule(block).items():
                 tokens = (*emitted, *verified[: acceptance.num_accepted], acceptance.next_token)
-                law[tokens[: request.horizon]] += mass
+                law[tokens[: request.horizon], acceptance.num_accepted] += mass
             self._outcomes[emitted, verified] = law
         return self._outcomes[emitted, verified]
 

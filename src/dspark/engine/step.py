@@ -6,6 +6,7 @@ ids, D columns of the draft vocabulary.
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -88,7 +89,7 @@ class _Outcome:
 
 
 class Stepper:
-    """Runs rounds, and keeps what a round needs of those before: caches, past survivals, the corrected cost.
+    """Runs rounds, and keeps what a round needs of those before: caches, survivals and outcomes, the corrected cost.
 
     Args:
         drafter: None for a target alone; ``policy`` then never drafts.
@@ -117,6 +118,11 @@ class Stepper:
         self._step = 0
         self.policy = policy
         self.cost = cost
+
+    @property
+    def acceptance_odds_ratio(self) -> float:
+        """Odds of draft tokens to be accepted over those by their confidences, as learned so far."""
+        return math.exp(self._history.correction.shared)
 
     def run(self, decoding: Sequence[Row], chunks: Sequence[Row]) -> tuple[StepRecord, list[Delta | None]]:
         """One round of ``decoding``, with ``chunks`` of prompts beside it.
@@ -147,9 +153,11 @@ class Stepper:
         )
         if self.cost is not None and predicted is not None:
             self.cost = self.cost.corrected(predicted, measured)
-        self._history = self._history.after(confidences)
+        accepted_R = np.array(
+            [0 if outcome is None else outcome.num_accepted for outcome in outcomes[: len(decoding)]], np.int64
+        )
+        self._history = self._history.after(confidences, lengths_R, accepted_R)
         self._step += 1
-        accepted_R = [0 if outcome is None else outcome.num_accepted for outcome in outcomes[: len(decoding)]]
         record = StepRecord(
             policy=self.policy.name,
             plan=plan,
@@ -157,7 +165,7 @@ class Stepper:
             verify_lengths_R=lengths_R,
             predicted=predicted,
             measured=measured,
-            accepted_R=np.array(accepted_R, np.int64),
+            accepted_R=accepted_R,
         )
         return record, deltas
 

@@ -5,13 +5,14 @@ Functions over numbers; nothing here draws, times or stores anything. A step of 
     plan = plan_step(policy, batch, history.past, cost)          # before drafting, from the past alone
     drafts = ...                                                 # draft plan.draft_lengths_R, if plan.drafts
     lengths_R = choose_lengths(policy, plan, drafts, cost)       # sees confidences, no token
-    history = history.after(drafts)                              # with None if nothing was drafted
+    history = history.after(drafts, lengths_R, accepted_R)       # with None if nothing was drafted
     cost = cost.corrected(predicted, measured)                   # once the step has been timed
 """
 
 from __future__ import annotations
 
 from dspark.scheduling.batch import Drafts, StepBatch, survival
+from dspark.scheduling.correction import Correction
 from dspark.scheduling.cost import DraftPoint, PrefillPoint, StepCost, StepSeconds, VerifyPoint
 from dspark.scheduling.curve import MeasuredCurve, measure_curve
 from dspark.scheduling.history import History, PastSurvivals
@@ -30,6 +31,7 @@ from dspark.scheduling.policies import (
 from dspark.scheduling.record import StepRecord, replayed_lengths
 
 __all__ = [
+    "Correction",
     "Delayed",
     "DraftPoint",
     "Drafts",

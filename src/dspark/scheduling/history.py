@@ -1,4 +1,4 @@
-"""Survivals of earlier steps: all that a decision made before drafting may look at (section 5.2).
+"""Survivals of earlier steps and what became of them: all that a decision before drafting may look at (section 5.2).
 
 A ``PastSurvivals`` is made in the step it tells of. ``History`` gives it out two steps later, so the budget of a step
 can be settled while the step before it still runs, and cannot depend on any token of the step itself.
@@ -6,12 +6,13 @@ can be settled while the step before it still runs, and cannot depend on any tok
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import numpy.typing as npt
 
 from dspark.scheduling.batch import Drafts, FloatArray, IntArray, StepBatch, frozen_floats, frozen_ints
+from dspark.scheduling.correction import Correction, rows_of
 
 __all__ = ["DELAY_STEPS", "History", "PastSurvivals"]
 
@@ -30,13 +31,17 @@ class PastSurvivals:
         step: in which the newest were made.
         request_ids_R: whose row it is.
         lengths_R: drafted tokens of each request.
-        survivals_RG: a_k; 0 behind a request's length.
+        survivals_RG: a_k as the drafter's confidences give them; 0 behind a request's length.
+        correction: what has been learned of such survivals from the outcomes up to that step.
+        is_followed: whether the step before this decision drafted, too, so that newer survivals are on their way.
     """
 
     step: int
     request_ids_R: IntArray
     lengths_R: IntArray
     survivals_RG: FloatArray
+    correction: Correction = field(default_factory=Correction)
+    is_followed: bool = False
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "request_ids_R", frozen_ints(self.request_ids_R))
@@ -62,6 +67,7 @@ class PastSurvivals:
 
         A request that was there keeps its own; one that joined since gets the mean of the others at each position, and
         so does a position that the request had not drafted. What no request had drafted is expected to fail (0).
+        Outcomes are not in it (`Correction`).
         """
         return self._expected(batch.request_ids_R, batch.draftable_R)[0]
 
@@ -82,10 +88,7 @@ class PastSurvivals:
         known_OG = _columns(self.survivals_RG, width)
         is_known_OG = np.arange(width) < self.lengths_R[:, None]
         mean_G = (known_OG * is_known_OG).sum(axis=0) / np.maximum(is_known_OG.sum(axis=0), 1)
-        by_id = np.argsort(self.request_ids_R)
-        place_R = np.searchsorted(self.request_ids_R, request_ids_R, sorter=by_id)
-        row_R = by_id[np.minimum(place_R, by_id.size - 1)]
-        was_there_R = self.request_ids_R[row_R] == request_ids_R
+        row_R, was_there_R = rows_of(self.request_ids_R, request_ids_R)
         own_RG = was_there_R[:, None] & is_known_OG[row_R]
         expected_RG = np.minimum.accumulate(np.where(own_RG, known_OG[row_R], mean_G), axis=1)
         return np.where(np.arange(width) < lengths_R[:, None], expected_RG, 0.0), np.asarray(is_known_OG.any(axis=0))
@@ -104,18 +107,36 @@ class History:
     past: PastSurvivals | None = None
     last: PastSurvivals | None = None
 
-    def after(self, drafts: Drafts | None) -> History:
-        """The history once a step with these drafts is over; None (or drafts without confidences) if none were made."""
+    @property
+    def correction(self) -> Correction:
+        """All that has been learned so far, for statistics: decisions wait for it as for survivals."""
+        newest = self.last or self.past
+        return Correction() if newest is None else newest.correction
+
+    def after(
+        self, drafts: Drafts | None, verified_R: IntArray | None = None, accepted_R: IntArray | None = None
+    ) -> History:
+        """The history once a step with these drafts is over; None (or drafts without confidences) if none were made.
+
+        Args:
+            verified_R, accepted_R: what became of the drafts; nothing is learned of it where it is not given.
+        """
         before, made = self.last or self.past, None
         if drafts is not None and drafts.confidences_RG is not None and drafts.num_drafted > 0:
+            correction = self.correction
+            if verified_R is not None and accepted_R is not None:
+                correction = correction.after(drafts, verified_R, accepted_R)
             made = PastSurvivals(
                 step=drafts.step,
                 request_ids_R=drafts.request_ids_R,
                 lengths_R=drafts.lengths_R,
                 survivals_RG=drafts.survivals_RG,
+                correction=correction,
             )
             if before is not None:
                 made = made.averaged_with(before)
+        if before is not None and before.is_followed is not (made is not None):
+            before = replace(before, is_followed=made is not None)
         return History(past=before, last=made)
 
 

@@ -46,7 +46,7 @@ def plan_step(policy: Policy, batch: StepBatch, past: PastSurvivals | None, cost
         lengths_R += own.plan(_only(batch, is_its_R), past, cost).draft_lengths_R
     rest = replace(_only(batch, ~_has_own(batch)), prefill_tokens=batch.prefill_tokens + int(lengths_R.sum()))
     plan = policy.plan(rest, past, cost)
-    return StepPlan(batch=batch, draft_lengths_R=plan.draft_lengths_R + lengths_R, budget=plan.budget, why=plan.why)
+    return replace(plan, batch=batch, draft_lengths_R=plan.draft_lengths_R + lengths_R)
 
 
 def choose_lengths(policy: Policy, plan: StepPlan, drafts: Drafts, cost: StepCost | None) -> IntArray:

@@ -15,13 +15,14 @@ delayed     if it pays     K by the global maximum, survivals of   section 5.2
                            two steps ago; the current ones rank
 =========== ============== ======================================= ==================================================
 
+``immediate`` and ``delayed`` go by survivals that are corrected by what became of earlier drafts (`Correction`).
 All keep the output distribution under every acceptance rule (tests/properties/test_scheduling.py).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import ClassVar, Literal, Protocol
 
 import numpy as np
@@ -34,7 +35,8 @@ from dspark.scheduling.admission import (
     throughput_by_length,
     verify_lengths,
 )
-from dspark.scheduling.batch import Drafts, FloatArray, IntArray, StepBatch, frozen_ints
+from dspark.scheduling.batch import Drafts, FloatArray, IntArray, StepBatch, frozen_floats, frozen_ints
+from dspark.scheduling.correction import corrected_survivals
 from dspark.scheduling.cost import StepCost, StepSeconds
 from dspark.scheduling.history import DELAY_STEPS, PastSurvivals
 
@@ -62,6 +64,8 @@ _LONGEST = 2**31 - 1
 _LOOK_EVERY_STEPS = 8
 """Where the same requests were not worth a draft, and nothing new is known of them, it is looked at again after so many
 steps: what changed is their contexts alone."""
+_PROBED_TOKENS = 8
+"""A probe verifies as many at least: what confidences promise too little of would never be drafted again otherwise."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -72,16 +76,21 @@ class StepPlan:
         batch: the step.
         draft_lengths_R: tokens to draft for each request.
         budget: draft tokens to verify at most, if settled already (delayed); None if the current survivals say.
+        log_odds_R: by how much the log-odds of each request's confidences are corrected (`Correction`); None: not at
+            all.
         why: it drafts or does not.
     """
 
     batch: StepBatch
     draft_lengths_R: IntArray
     budget: int | None = None
+    log_odds_R: FloatArray | None = None
     why: Why
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "draft_lengths_R", frozen_ints(self.draft_lengths_R))
+        if self.log_odds_R is not None:
+            object.__setattr__(self, "log_odds_R", frozen_floats(self.log_odds_R))
 
     @property
     def drafts(self) -> bool:
@@ -212,13 +221,11 @@ class Immediate:
     def plan(self, batch: StepBatch, past: PastSurvivals | None, cost: StepCost | None) -> StepPlan:
         """Drafts if Algorithm 1 on past survivals would beat not drafting; settles no budget."""
         plan = _plan(batch, past, _known(cost, self.name), first_stop, self.probe_every_steps)
-        return StepPlan(batch=batch, draft_lengths_R=plan.draft_lengths_R, why=plan.why)
+        return replace(plan, budget=None)
 
     def verify_lengths(self, plan: StepPlan, drafts: Drafts, cost: StepCost | None) -> IntArray:
         """By Algorithm 1."""
-        _check(plan, drafts)
-        theta_K = _theta(drafts.survivals_RG, drafts.lengths_R, plan.batch, _known(cost, self.name))
-        return verify_lengths(drafts.survivals_RG, drafts.lengths_R, first_stop(theta_K))
+        return _verify_lengths(plan, drafts, _known(cost, self.name))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -246,16 +253,11 @@ class Delayed:
 
     def verify_lengths(self, plan: StepPlan, drafts: Drafts, cost: StepCost | None) -> IntArray:
         """The K largest current survivals."""
-        _check(plan, drafts)
-        budget = plan.budget
-        if budget is None:
-            cost = _known(cost, self.name)
-            budget = first_stop(_theta(drafts.survivals_RG, drafts.lengths_R, plan.batch, cost))
-        return verify_lengths(drafts.survivals_RG, drafts.lengths_R, min(budget, drafts.num_drafted))
+        return _verify_lengths(plan, drafts, _known(cost, self.name))
 
 
 def _plan(batch: StepBatch, past: PastSurvivals | None, cost: StepCost, stop: Stop, probe_every_steps: int) -> StepPlan:
-    """Draft as long as past survivals make worth it, if max Theta with the draft's cost is above that of no draft."""
+    """Draft as long as pays by past survivals, corrected by outcomes; not at all if no draft has the larger Theta."""
     age_steps = past.age(batch) if past is not None else 0
     if not batch.draftable_R.any():
         return StepPlan(batch=batch, draft_lengths_R=np.zeros_like(batch.draftable_R), why="nothing to draft")
@@ -264,18 +266,23 @@ def _plan(batch: StepBatch, past: PastSurvivals | None, cost: StepCost, stop: St
     is_probe = age_steps % probe_every_steps == 0
     if (
         age_steps > DELAY_STEPS
+        and not past.is_followed
         and age_steps % _LOOK_EVERY_STEPS != 0
         and not is_probe
         and past.is_of_the_requests_of(batch)
     ):
         return StepPlan(batch=batch, draft_lengths_R=np.zeros_like(batch.draftable_R), why="parked")
-    best, length, budget = _best_draft(past.expected_for(batch), batch, cost, stop)
+    log_odds_R = past.correction.log_odds_of(batch.request_ids_R)
+    survivals_RG = corrected_survivals(past.expected_for(batch), log_odds_R)
+    best, length, budget = _best_draft(survivals_RG, batch, cost, stop)
     if best > throughput(np.empty(0), batch, np.zeros_like(batch.draftable_R), cost)[0]:
         # One more than pays: what its survival is has to be known if it is to be drafted again one day.
         lengths_R = np.minimum(batch.draftable_R, length + 1)
-        return StepPlan(batch=batch, draft_lengths_R=lengths_R, budget=budget, why="pays")
+        return StepPlan(batch=batch, draft_lengths_R=lengths_R, budget=budget, log_odds_R=log_odds_R, why="pays")
     if is_probe:
-        return StepPlan(batch=batch, draft_lengths_R=batch.draftable_R, budget=budget, why="probe")
+        return StepPlan(
+            batch=batch, draft_lengths_R=batch.draftable_R, budget=budget, log_odds_R=log_odds_R, why="probe"
+        )
     return StepPlan(batch=batch, draft_lengths_R=np.zeros_like(batch.draftable_R), why="parked")
 
 
@@ -287,6 +294,19 @@ def _best_draft(survivals_RG: FloatArray, batch: StepBatch, cost: StepCost, stop
         if theta_K[budget] > best[0]:
             best = (float(theta_K[budget]), index + 1, budget)
     return best
+
+
+def _verify_lengths(plan: StepPlan, drafts: Drafts, cost: StepCost) -> IntArray:
+    """The largest corrected current survivals: as many as the budget says, or Algorithm 1 if none is settled."""
+    _check(plan, drafts)
+    survivals_RG, budget = drafts.survivals_RG, plan.budget
+    if plan.log_odds_R is not None:
+        survivals_RG = corrected_survivals(survivals_RG, plan.log_odds_R)
+    if budget is None:
+        budget = first_stop(_theta(survivals_RG, drafts.lengths_R, plan.batch, cost))
+    if plan.why == "probe":
+        budget = max(budget, plan.batch.most_verified(_PROBED_TOKENS))
+    return verify_lengths(survivals_RG, drafts.lengths_R, min(budget, drafts.num_drafted))
 
 
 def _theta(survivals_RG: FloatArray, lengths_R: IntArray, batch: StepBatch, cost: StepCost) -> FloatArray:

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from dspark.scheduling.batch import Drafts, IntArray, StepBatch, frozen_ints
+from dspark.scheduling.batch import Drafts, IntArray, StepBatch, frozen_floats, frozen_ints
 from dspark.scheduling.cost import StepCost, StepSeconds
 from dspark.scheduling.history import History
 from dspark.scheduling.own import choose_lengths, plan_step
@@ -60,6 +60,7 @@ class StepRecord:
             "own_policies": batch.own_policies_R,
             "draft_lengths": self.plan.draft_lengths_R.tolist(),
             "budget": self.plan.budget,
+            "log_odds": None if self.plan.log_odds_R is None else self.plan.log_odds_R.tolist(),
             "why": self.plan.why,
             "drafted": None if drafts is None else drafts.lengths_R.tolist(),
             "confidences": None if drafts is None or drafts.confidences_RG is None else _rows(drafts),
@@ -83,8 +84,13 @@ class StepRecord:
             own_policies_R=None if values.get("own_policies") is None else tuple(values["own_policies"]),
         )
         why: Why = values["why"]
+        log_odds = values.get("log_odds")
         plan = StepPlan(
-            batch=batch, draft_lengths_R=frozen_ints(values["draft_lengths"]), budget=values["budget"], why=why
+            batch=batch,
+            draft_lengths_R=frozen_ints(values["draft_lengths"]),
+            budget=values["budget"],
+            log_odds_R=None if log_odds is None else frozen_floats(log_odds),
+            why=why,
         )
         return cls(
             policy=values["policy"],
@@ -111,7 +117,7 @@ def replayed_lengths(records: Iterable[StepRecord], policy: Policy, cost: StepCo
         drafts = record.drafts if plan.drafts else None
         none_R = np.zeros_like(plan.draft_lengths_R)
         lengths.append(none_R if drafts is None else choose_lengths(policy, plan, _cut(drafts, plan), cost))
-        history = history.after(record.drafts)
+        history = history.after(record.drafts, record.verify_lengths_R, record.accepted_R)
     return lengths
 
 
