@@ -95,6 +95,7 @@ def test_requests_steps_and_memory_are_counted(watched):
         usages.append(answer.json())
     shown, statistics = samples(client), engine.statistics()
     assert shown.names >= VLLM_NAMES
+    assert shown("dspark_acceptance_odds_ratio") == pytest.approx(statistics.acceptance_odds_ratio) != 1
 
     assert shown("vllm:generation_tokens_total") == sum(answer["usage"]["completion_tokens"] for answer in usages)
     assert shown("vllm:prompt_tokens_total") == sum(answer["usage"]["prompt_tokens"] for answer in usages)

@@ -248,6 +248,7 @@ class EngineCore:
             memory=self._slots.memory.statistics(),
             steps=self._totals.copy(),
             cost=self.cost,
+            acceptance_odds_ratio=self._stepper.acceptance_odds_ratio,
         )
 
     def _choice(self, handle: RequestHandle, index: int) -> Choice:

@@ -70,6 +70,8 @@ class EngineStatistics:
         memory: blocks of keys and values, and prompt tokens found there.
         steps: sums over all steps.
         cost: of a step, as corrected so far; None if it is not known.
+        acceptance_odds_ratio: odds that a draft token is accepted over those by its confidence, as learned from all
+            requests (``Correction.shared``); 1 for right ones.
     """
 
     waiting: int
@@ -78,3 +80,4 @@ class EngineStatistics:
     memory: MemoryStatistics
     steps: StepTotals
     cost: StepCost | None
+    acceptance_odds_ratio: float

@@ -60,6 +60,11 @@ class EngineCollector(Collector):
             ratio.add_metric((*self._labels.values(), "verify"), statistics.cost.verify_ratio)
             ratio.add_metric((*self._labels.values(), "draft"), statistics.cost.draft_ratio)
             yield ratio
+        yield self._gauge(
+            "dspark_acceptance_odds_ratio",
+            "Odds of draft tokens to be accepted over those by their confidences, slowly averaged; 1 for right ones.",
+            statistics.acceptance_odds_ratio,
+        )
 
     def _statistics(self) -> EngineStatistics:
         with suppress(TimeoutError):
