@@ -9,6 +9,7 @@ import torch
 
 from dspark.drafters.dspark import DSparkDrafter
 from dspark.models.loading import LoadedTarget
+from dspark.models.rope import RopeSettings, RopeTable, rotate
 from dspark.training.run import Run, plan_run, prepare_run
 from dspark.training.start import RunStart, start_drafter
 from dspark.training.tap_scale import tap_scale
@@ -56,3 +57,28 @@ def test_every_tap_feature_has_the_same_part_in_the_context(target: LoadedTarget
     weights_T = begun.drafter.fc.weight.detach().std(dim=0) * tap_scale(run.source, run.training_rows)
     assert weights_T.max() / weights_T.min() < 4.0  # each from 32 random numbers
     assert (begun.drafter.norm.weight == run.recipe.drafter.initial_output_scale).all()
+
+
+def test_heads_start_out_looking_back(target: LoadedTarget, data: Path, tmp_path: Path) -> None:
+    def near(strength: float) -> list[float]:
+        """What each head of a mask slot behind the context gives to its last eight tokens, were all tokens average."""
+        heads = {"head_dim": 32, "num_heads": 3, "num_kv_heads": 3, "initial_look_back": strength}
+        recipe = tiny_recipe(data, tmp_path / f"run{strength}", drafter=heads, states={"source": "online"})
+        run = prepare_run(plan_run(recipe, target), resume=False)
+        drafter = start_drafter(run, tap_scale(run.source, run.training_rows)).drafter
+        assert isinstance(drafter, DSparkDrafter)
+        taps_NT = torch.cat([states.taps_ST for states in run.source.read(run.training_rows)]).float()
+        layer, config, length = drafter.layers[0], drafter.config, 48
+        mask_1H = drafter.embed_tokens.weight[config.mask_token_id][None]
+        query_1hd = layer.self_attn.q_proj(layer.input_layernorm(mask_1H)).unflatten(-1, (3, 32))
+        average_SH = drafter.context_features(taps_NT).mean(dim=0).expand(length, -1)
+        keys_Shd = layer.self_attn.k_proj(average_SH).unflatten(-1, (3, 32))
+        rope = RopeTable(RopeSettings.default(32, config.rope_theta), torch.float32, torch.device("cpu"))
+        query_1hd = rotate(layer.self_attn.q_norm(query_1hd), *rope.lookup(torch.tensor([length]), length))
+        keys_Shd = rotate(layer.self_attn.k_norm(keys_Shd), *rope.lookup(torch.arange(length), length))
+        scores_hS = torch.einsum("hd,shd->hs", query_1hd[0], keys_Shd) * 32**-0.5
+        return scores_hS.softmax(dim=-1)[:, -8:].sum(dim=-1).tolist()
+
+    with torch.no_grad():
+        assert min(near(3.0)) > 0.6
+        assert max(near(0.0)) < 0.5

@@ -65,7 +65,8 @@ def first_gradients(run: Run, world: World, rows: int | None) -> dict[str, Any]:
     for name, parameter in drafter.named_parameters():
         gradient = parameter.grad
         if gradient is not None:
-            gradients[name] = gradient.full_tensor() if isinstance(gradient, DTensor) else gradient
+            gradient = gradient.full_tensor() if isinstance(gradient, DTensor) else gradient
+            gradients[name] = gradient.to_dense()
     return {
         "loss": sums.loss,
         "terms": (sums.cross_entropy, sums.l1_distance, sums.confidence_bce, sums.acceptance.value),

@@ -223,12 +223,16 @@ class DSparkDrafter(DraftModel):
 
     # ---- training ----------------------------------------------------------------------------------------------------
 
+    def context_features(self, taps_NT: Tensor) -> Tensor:
+        """``h_ctx = RMSNorm(W_fc [h^{t_1}; ...; h^{t_m}])`` (eq. 2), ``[N, H]``."""
+        return rms_norm(project_taps(taps_NT, self.fc), self.hidden_norm)
+
     def training_hidden(self, blocks: PackedBlocks) -> Tensor:
         """Backbone states ``[M, G, H]``: slot k of a block predicts the (k+1)-th token after its anchor."""
         config = self.config
         inputs, device = config.num_block_inputs, blocks.taps_NT.device
         layout = BlockLayout(blocks, blocks.anchors_M, inputs)
-        context_NH = self._context(blocks.taps_NT)
+        context_NH = self.context_features(blocks.taps_NT)
         ids_MI = torch.full((len(blocks.anchors_M), inputs), config.mask_token_id, dtype=torch.int64, device=device)
         ids_MI[:, 0] = blocks.block_tokens_MG[:, 0]
         hidden_MIH = F.embedding(ids_MI, self.embed_tokens.weight)
@@ -271,10 +275,6 @@ class DSparkDrafter(DraftModel):
         return cast(Tensor, self.confidence_head(hidden_XGH.detach(), embedding_XGr))
 
     # ---- shared ------------------------------------------------------------------------------------------------------
-
-    def _context(self, taps: Tensor) -> Tensor:
-        """``h_ctx = RMSNorm(W_fc [h^{t_1}; ...; h^{t_m}])`` (eq. 2)."""
-        return rms_norm(project_taps(taps, self.fc), self.hidden_norm)
 
     def _confidence(self, hidden_XGH: Tensor, previous_XG: Tensor) -> Tensor | None:
         if not self.config.enable_confidence_head:

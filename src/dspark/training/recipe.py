@@ -66,6 +66,8 @@ class _ParallelDrafter(_AnyDrafter):
     mask_token: token id, or the token's text, whose embedding stands for "not yet known"; one that text never holds.
     tap_layers: target layers whose outputs are the context features; the final layer is not allowed.
     sample_from_anchor: true: the anchor's slot predicts the first draft token; false: the original DFlash layout.
+    initial_look_back: how strongly heads start out looking at the tokens just before the block, whatever those are; 0
+        for heads that start at random.
     """
 
     mask_token: int | str
@@ -73,6 +75,7 @@ class _ParallelDrafter(_AnyDrafter):
     num_layers: Positive = 2
     block_size: Positive = 7
     sample_from_anchor: bool = True
+    initial_look_back: NonNegativeFloat = 3.0
 
 
 class DSparkRecipe(_ParallelDrafter):

@@ -16,6 +16,8 @@ from dspark.models.loading import LoadedTarget
 from dspark.training.bigram import MarkovStart, count_bigrams, fit_markov_start
 from dspark.training.data.rows import DataRow
 from dspark.training.drafter_config import check_given_config, drafter_config
+from dspark.training.look_back import look_back
+from dspark.training.recipe import DFlashRecipe, DSparkRecipe
 from dspark.training.run import Run
 from dspark.training.vocabulary import choose_draft_vocabulary, count_response_tokens
 
@@ -23,6 +25,7 @@ __all__ = ["RunStart", "start_drafter"]
 
 # Small enough that tanh is nearly the identity on it.
 _RNN_START_SCALE = 0.25
+_ROWS = 64  # whose features are averaged
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,8 +47,9 @@ def start_drafter(
 ) -> RunStart:
     """The drafter a new run starts from: random, with the Markov head fitted to the data's bigrams, or a given one.
 
-    A random ``fc`` gives every tap feature the same part in the context, whatever its size (``tap_scale_T``), and the
-    final norm starts at ``initial_output_scale``, so that the bigrams are not drowned in the backbone's first noise.
+    A random ``fc`` gives every tap feature the same part in the context, whatever its size (``tap_scale_T``), the final
+    norm starts at ``initial_output_scale``, so that the bigrams are not drowned in the backbone's first noise, and
+    the heads of a parallel drafter start out looking back (`look_back`).
 
     Raises:
         ValueError: ``drafter.initialise_from`` is a drafter of another shape.
@@ -74,6 +78,14 @@ def start_drafter(
         if "fc.weight" in parameters:
             parameters["fc.weight"].div_(tap_scale_T.to(drafter.device))
         parameters["norm.weight"].fill_(recipe.drafter.initial_output_scale)
+    if isinstance(drafter, DSparkDrafter) and isinstance(recipe.drafter, DSparkRecipe | DFlashRecipe):
+        sample = list(run.source.read(run.training_rows[:_ROWS]))
+        look_back(
+            drafter,
+            torch.cat([states.taps_ST for states in sample]).to(drafter.device),
+            torch.cat([states.token_ids_S.long() for states in sample]).to(drafter.device),
+            strength=recipe.drafter.initial_look_back,
+        )
     markov = None
     if isinstance(drafter, DSparkDrafter) and drafter.config.markov_rank > 0 and recipe.bigram.steps > 0:
         markov = fit_markov_start(
