@@ -181,42 +181,53 @@ def _add_and_norm(
 
 
 @njit(error_model="numpy")  # type: ignore[untyped-decorator]
+def _norm_head(row_at: int, head: int, qk_norm_at: int, head_dim: int, eps: Any) -> None:
+    """Norm a query or key head in place, in a model that does."""
+    if qk_norm_at != 0:
+        head_at = row_at + head * head_dim * 4
+        norm_row(head_at, head_at, qk_norm_at + head * head_dim * 4, head_dim, eps)
+
+
+@njit(error_model="numpy")  # type: ignore[untyped-decorator]
 def _place_heads(
     y_at: int, rows: int, width: int, heads: int, kv_heads: int, head_dim: int, qk_norm_at: int, eps: Any, cos_at: int,
     sin_at: int, q_at: int, keys_at: int, values_at: int, num_rows: int, is_half: bool, token_rows_at: int,
     counters_at: int, threads: int,
 ) -> Any:  # fmt: skip
-    """One phase: norm and rotate queries and keys; keys and values go to their places in the cache."""
+    """One phase: norm and rotate queries and keys; keys and values go to their places in the cache.
+
+    A piece of work is a key head, with its queries and values, of neighbouring rows: those may lie in one block, and
+    threads that write to the same lines of memory take them from each other each time.
+    """
     token_rows = carray(pointer(token_rows_at), rows, np.int64)
-    step = head_dim * 4
+    step, group = head_dim * 4, heads // kv_heads
+    pieces = (rows + BLOCK_SIZE - 1) // BLOCK_SIZE * kv_heads
     while True:
-        row = take(counters_at)
-        if row >= rows:
+        piece = take(counters_at)
+        if piece >= pieces:
             break
-        cos_row_at, sin_row_at = cos_at + row * step, sin_at + row * step
-        for head in range(heads + kv_heads):
-            head_at = y_at + row * width * 4 + head * step
-            if qk_norm_at != 0:
-                norm_row(head_at, head_at, qk_norm_at + head * step, head_dim, eps)
-            place = (head - heads) * num_rows + token_rows[row]
-            if head < heads:
-                rotate_head(head_at, q_at + (row * heads + head) * step, cos_row_at, sin_row_at, head_dim)
-            elif is_half:
-                rotated_at = y_at + row * width * 4  # the first query is no longer needed there
-                rotate_head(head_at, rotated_at, cos_row_at, sin_row_at, head_dim)
-                column_at = keys_at + (place // BLOCK_SIZE * head_dim * BLOCK_SIZE + place % BLOCK_SIZE) * 2
-                store_halves(rotated_at, column_at, 2 * BLOCK_SIZE, head_dim)
-            else:
-                rotate_head(head_at, keys_at + place * step, cos_row_at, sin_row_at, head_dim)
-        for head in range(kv_heads):
-            head_at = y_at + row * width * 4 + (heads + kv_heads + head) * step
-            place = head * num_rows + token_rows[row]
+        kv_head, begin = piece % kv_heads, piece // kv_heads * BLOCK_SIZE
+        for row in range(begin, min(begin + BLOCK_SIZE, rows)):
+            row_at, place = y_at + row * width * 4, kv_head * num_rows + token_rows[row]
+            cos_row_at, sin_row_at = cos_at + row * step, sin_at + row * step
+            queries_at = row_at + kv_head * group * step
+            for h in range(group):
+                head = kv_head * group + h
+                _norm_head(row_at, head, qk_norm_at, head_dim, eps)
+                rotate_head(row_at + head * step, q_at + (row * heads + head) * step, cos_row_at, sin_row_at, head_dim)
+            key_at, value_at = row_at + (heads + kv_head) * step, row_at + (heads + kv_heads + kv_head) * step
+            _norm_head(row_at, heads + kv_head, qk_norm_at, head_dim, eps)
             if is_half:
-                store_halves(head_at, values_at + place * head_dim * 2, 2, head_dim)
+                # The queries are no longer needed where they were.
+                rotate_head(key_at, queries_at, cos_row_at, sin_row_at, head_dim)
+                column_at = keys_at + (place // BLOCK_SIZE * head_dim * BLOCK_SIZE + place % BLOCK_SIZE) * 2
+                store_halves(queries_at, column_at, 2 * BLOCK_SIZE, head_dim)
+                store_halves(value_at, values_at + place * head_dim * 2, 2, head_dim)
             else:
-                copy_row(head_at, values_at + place * step, head_dim)
+                rotate_head(key_at, keys_at + place * step, cos_row_at, sin_row_at, head_dim)
+                copy_row(value_at, values_at + place * step, head_dim)
         finish(counters_at, 1)
-    return wait(counters_at, rows, threads)
+    return wait(counters_at, pieces, threads)
 
 
 @njit(error_model="numpy")  # type: ignore[untyped-decorator]
