@@ -248,6 +248,14 @@ def test_another_recipe_in_the_same_directory_is_refused(target: LoadedTarget, d
         prepare_run(plan, resume=True)
     assert "--no-resume" in str(e.value)
     prepare_run(plan_run(tiny_recipe(data, tmp_path / "run", checkpoint={"keep": 1}), target), resume=True)
+    # A run begun before heads looked back goes on; one that chose how they start does not change its mind.
+    other_start = plan_run(tiny_recipe(data, tmp_path / "run", drafter={"initial_look_back": 1.0}), target)
+    with pytest.raises(ValueError, match=r"initial_look_back was 3\.0 and is 1\.0"):
+        prepare_run(other_start, resume=True)
+    record = json.loads((tmp_path / "run/run.json").read_text())
+    del record["recipe"]["drafter"]["initial_look_back"]
+    (tmp_path / "run/run.json").write_text(json.dumps(record))
+    prepare_run(other_start, resume=True)
 
 
 def test_going_on_from_a_given_drafter(target: LoadedTarget, data: Path, tmp_path: Path) -> None:

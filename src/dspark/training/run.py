@@ -45,6 +45,8 @@ _FREE_TO_CHANGE = (
     "states.shard_mib",
 )  # fmt: skip
 """Recipe keys that may differ between a run and its continuation: they do not decide what is computed."""
+_NEWER_THAN_RUNS = ("drafter.initial_look_back",)
+"""Keys of a run's start that earlier versions did not have: a run begun without them can go on."""
 
 NO_STATES = StoreEstimate(rows=0, tokens=0, predictions=0, bytes=0)
 """Estimate of a run that computes its states as it goes."""
@@ -390,7 +392,9 @@ def _check_same_recipe(recipe: Recipe, recorded: dict[str, Any]) -> None:
     different = [
         f"{key} was {before.get(key)!r} and is {now.get(key)!r}"
         for key in sorted(now.keys() | before.keys())
-        if not any(f"{key}.".startswith(f"{free}.") for free in _FREE_TO_CHANGE) and before.get(key) != now.get(key)
+        if not any(f"{key}.".startswith(f"{free}.") for free in _FREE_TO_CHANGE)
+        and not (key in _NEWER_THAN_RUNS and key not in before)
+        and before.get(key) != now.get(key)
     ]
     if different:
         raise ValueError(
