@@ -229,6 +229,7 @@ def test_ctrl_c_ends_at_once_and_keeps_what_is_done(tmp_path: Path) -> None:
             signal.raise_signal(signal.SIGINT)
         return Fault(pause_s=60.0) if number >= 20 else None
 
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job ignores it
     with FakeServer(fault=fault) as server:
         started = time.monotonic()
         result = run(tmp_path / "out", sources=[SELF], generator=make_generator(server.url, max_concurrency=2).run)
