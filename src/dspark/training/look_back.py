@@ -17,6 +17,7 @@ from torch import Tensor
 
 from dspark.drafters.backbone import DraftLayer
 from dspark.drafters.dspark import DSparkDrafter
+from dspark.models.rope import RopeSettings
 
 __all__ = ["look_back"]
 
@@ -57,7 +58,7 @@ def _reads_one(inputs_KH: Tensor) -> Tensor:
 
 def _direction(theta: float, head_dim: int) -> Tensor:
     """``[d]`` of mean square 1: the first of each pair of dimensions that turns fast enough."""
-    half = head_dim // 2
-    is_fast = theta ** (-torch.arange(half, dtype=torch.float64) / half) >= _LOWEST_FREQUENCY
+    frequencies = torch.tensor(RopeSettings.default(head_dim, theta).inverse_frequencies)
+    is_fast = frequencies >= _LOWEST_FREQUENCY
     size = (head_dim / int(is_fast.sum())) ** 0.5
-    return F.pad(size * is_fast.double(), (0, head_dim - half))
+    return F.pad(size * is_fast, (0, head_dim - len(frequencies)))

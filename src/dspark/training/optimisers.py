@@ -102,11 +102,12 @@ class Optimisers:
         gradients: list[Tensor] = []
         for shard in self._shards.values():
             shard.take_gradient()
-            if shard.local.grad is not None and shard.local.grad.is_sparse:
-                shard.local.grad = shard.local.grad.coalesce()
-                gradients.append(shard.local.grad.values())
-            elif shard.local.grad is not None:
-                gradients.append(shard.local.grad)
+            gradient = shard.local.grad
+            if gradient is not None and gradient.is_sparse:
+                shard.local.grad = gradient.coalesce()
+                gradient = shard.local.grad.values()
+            if gradient is not None:
+                gradients.append(gradient)
         norm = torch.linalg.vector_norm(torch.stack([torch.linalg.vector_norm(gradient) for gradient in gradients]))
         if any(shard.is_sharded for shard in self._shards.values()):
             norm = self._world.sum(norm.square()).sqrt()

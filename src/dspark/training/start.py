@@ -79,7 +79,7 @@ def start_drafter(
             parameters["fc.weight"].div_(tap_scale_T.to(drafter.device))
         parameters["norm.weight"].fill_(recipe.drafter.initial_output_scale)
     if isinstance(drafter, DSparkDrafter) and isinstance(recipe.drafter, DSparkRecipe | DFlashRecipe):
-        sample = list(run.source.read(run.training_rows[:_ROWS]))
+        sample = run.source.read(run.training_rows[:_ROWS])
         look_back(
             drafter,
             torch.cat([states.taps_ST for states in sample]).to(drafter.device),
