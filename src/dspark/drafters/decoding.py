@@ -1,11 +1,11 @@
 """What a DSpark drafter computes while it drafts, in its parameters' own type or in int8.
 
-Both give the drafter what its rounds are made of: keys and values of context tokens, backbone states of blocks, base
-logits. Letters as in `dspark.drafters.dspark`.
+Letters as in `dspark.drafters.dspark`.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Protocol, cast
 
 import torch
@@ -14,7 +14,9 @@ from torch import Tensor
 
 from dspark.drafters.backbone import DraftLayer, FusedWeights
 from dspark.drafters.cache import DrafterCache
-from dspark.drafters.layers import Rotation, project_taps, rms_norm
+from dspark.drafters.draft_kernel import DraftKernel, DraftWeights
+from dspark.drafters.layers import RopeTables, Rotation, project_taps, rms_norm
+from dspark.drafters.protocol import DraftBlock
 from dspark.drafters.sequential import corrected_logits
 from dspark.models.attention import AttentionPlan, attend
 from dspark.models.decoder_kernel import DecoderKernel
@@ -29,23 +31,23 @@ __all__ = ["DraftComputation", "FloatComputation", "Int8Computation"]
 
 
 class DraftComputation(Protocol):
-    """The products of a drafter's rounds."""
+    """A drafter's part of a round."""
 
-    @property
-    def dtype(self) -> torch.dtype:
-        """Of activations between products, and of rotations."""
+    def write_context(self, cache: DrafterCache) -> None:
+        """Compute and store the keys and values of what waits, in every draft layer (SPEC eq. 2-3)."""
         ...
 
-    def context(self, taps_NT: Tensor) -> tuple[Tensor, Tensor]:
-        """Normed keys, not rotated yet, and values of context tokens in every layer, ``[L, N, g, d]`` (eq. 2-3)."""
+    def blocks(self, cache: DrafterCache, slots: Sequence[int], anchors_R: Tensor, count: int) -> tuple[Tensor, Tensor]:
+        """Backbone states ``[R, G, H]`` and base logits ``[R, G, D]`` in float32 of the first ``count`` slots.
+
+        What waits is written first. The backbone always sees a whole block.
+        """
         ...
 
-    def hidden(self, embedded_NH: Tensor, rope: Rotation, plan: AttentionPlan, cache: DrafterCache) -> Tensor:
-        """Backbone states ``[N, H]`` of all block inputs, after the final norm."""
-        ...
-
-    def base_logits(self, hidden_NH: Tensor) -> Tensor:
-        """``U``, float32 ``[N, D]``."""
+    def most_likely(
+        self, cache: DrafterCache, slots: Sequence[int], anchors_R: Tensor, count: int
+    ) -> DraftBlock | None:
+        """What `greedy_sampler` would give, all tokens in one go; None if it has no way to do that."""
         ...
 
     def corrected(self, base_RD: Tensor, features_Rr: Tensor) -> Tensor:
@@ -56,15 +58,51 @@ class DraftComputation(Protocol):
 class FloatComputation:
     """In the type of the drafter's parameters, from those themselves: a step of training changes both."""
 
-    def __init__(self, drafter: DSparkDrafter) -> None:
+    def __init__(self, drafter: DSparkDrafter, ropes: RopeTables) -> None:
         self._drafter = drafter
+        self._ropes = ropes
         self._fused: FusedWeights | None = None
 
-    @property
-    def dtype(self) -> torch.dtype:
-        return self._drafter.dtype
+    def write_context(self, cache: DrafterCache) -> None:
+        if not cache.waiting:
+            return
+        waiting = cache.waiting
+        keys, values = self.context(torch.cat([context.taps_NT for context in waiting]))
+        positions_N = torch.cat([context.places.positions_N for context in waiting])
+        last_position = max(context.places.last_position for context in waiting)
+        keys = rotate(keys, *self._ropes.like(keys).lookup(positions_N, last_position))
+        keys, values = keys.transpose(1, 2).to(cache.keys.dtype), values.transpose(1, 2).to(cache.values.dtype)
+        start = 0
+        for context in waiting:  # one after the other, so that the later of two at one place stays
+            end = start + len(context.taps_NT)
+            cache.keys[:, :, context.places.rows] = keys[:, :, start:end]
+            cache.values[:, :, context.places.rows] = values[:, :, start:end]
+            start = end
+        cache.waiting = []  # not before: after an error, others may still read these places as their prefix
+
+    def blocks(self, cache: DrafterCache, slots: Sequence[int], anchors_R: Tensor, count: int) -> tuple[Tensor, Tensor]:
+        self.write_context(cache)
+        drafter = self._drafter
+        config = drafter.config
+        rows, inputs = len(slots), config.num_block_inputs
+        ids_RI = torch.full((rows, inputs), config.mask_token_id, dtype=torch.int64, device=drafter.device)
+        ids_RI[:, 0] = anchors_R
+        embedded_NH = F.embedding(ids_RI.view(-1), drafter.embed_tokens.weight).to(drafter.dtype)
+        plan = AttentionPlan(cache.blocks(slots, inputs), cache, causal=False)
+        rope = self._ropes.like(embedded_NH).lookup(plan.places.positions_N, plan.places.last_position)
+        hidden_RIH = self.hidden(embedded_NH, rope, plan, cache).view(rows, inputs, -1)
+        hidden_RGH = hidden_RIH[:, inputs - config.block_size :][:, :count]
+        # Flat rows: for a part of a block a linear layer would else work row by row, and copy its weights for each.
+        base_MD = F.linear(hidden_RGH.reshape(-1, hidden_RGH.shape[-1]), drafter.lm_head.weight).float()
+        return hidden_RGH, base_MD.view(rows, count, -1)
+
+    def most_likely(
+        self, cache: DrafterCache, slots: Sequence[int], anchors_R: Tensor, count: int
+    ) -> DraftBlock | None:
+        return None
 
     def context(self, taps_NT: Tensor) -> tuple[Tensor, Tensor]:
+        """Normed keys, not rotated yet, and values of context tokens in every layer, ``[L, N, g, d]``."""
         config, fused = self._drafter.config, self._fused_weights()
         context_NH = rms_norm(project_taps(taps_NT, self._drafter.fc), self._drafter.hidden_norm)
         first_key_row = config.num_attention_heads * config.head_dim
@@ -74,6 +112,7 @@ class FloatComputation:
         return F.rms_norm(keys, (config.head_dim,), None, config.rms_norm_eps) * norms_L11d, values
 
     def hidden(self, embedded_NH: Tensor, rope: Rotation, plan: AttentionPlan, cache: DrafterCache) -> Tensor:
+        """Backbone states ``[N, H]`` of all block inputs, after the final norm."""
         config, fused = self._drafter.config, self._fused_weights()
         heads, kv_heads, head_dim = config.num_attention_heads, config.num_key_value_heads, config.head_dim
         # Query and key heads stand side by side, so that one norm and one rotation serve both.
@@ -100,9 +139,6 @@ class FloatComputation:
             hidden = hidden + F.linear(F.silu(gate) * up, layer.mlp.down_proj.weight)
         return rms_norm(hidden, self._drafter.norm)
 
-    def base_logits(self, hidden_NH: Tensor) -> Tensor:
-        return F.linear(hidden_NH, self._drafter.lm_head.weight).float()
-
     def corrected(self, base_RD: Tensor, features_Rr: Tensor) -> Tensor:
         return corrected_logits(self._drafter.markov_head, base_RD, features_Rr)
 
@@ -118,18 +154,10 @@ class Int8Computation:
     As in the target, a row's numbers depend on that row alone.
     """
 
-    dtype = torch.float32
-
-    def __init__(self, drafter: DSparkDrafter) -> None:
+    def __init__(self, drafter: DSparkDrafter, ropes: RopeTables) -> None:
         config = drafter.config
         fused = FusedWeights.build(drafter.layers)
-        self._eps = config.rms_norm_eps
-        self._kv_shape = (config.num_hidden_layers, 2, config.num_key_value_heads, config.head_dim)
         first_key_row = config.num_attention_heads * config.head_dim
-        self._fc = _int8(drafter.fc.weight)
-        self._context_norm_H = _copy(drafter.hidden_norm.weight)
-        self._context_kv = _int8(fused.qkv_LOH[:, first_key_row:].flatten(0, 1))
-        self._key_norms_L11d = _copy(fused.head_norms_L2d[:, 1, None, None])
         norms_Lhd = head_norms(
             fused.head_norms_L2d.float(), config.num_attention_heads, config.num_key_value_heads
         ).contiguous()
@@ -158,26 +186,70 @@ class Int8Computation:
             query_scale=config.head_dim**-0.5,
             activation="silu",
         )
-        self._kernel = DecoderKernel(shape, layers, _copy(drafter.norm.weight), is_half=False)
-        self._lm_head = _int8(drafter.lm_head.weight)
-        self._correction = _int8(drafter.markov_head.markov_w2.weight) if config.markov_rank > 0 else None
+        self._w2 = _int8(drafter.markov_head.markov_w2.weight) if config.markov_rank > 0 else None
+        self._embedding_VH = drafter.embed_tokens.weight
+        self._num_inputs = config.num_block_inputs
+        self._has_other_head = self._w2 is not None and config.markov_head_type != "vanilla"
+        confidence_H, confidence_V = _confidence_parts(drafter)
+        weights = DraftWeights(
+            fc=_int8(drafter.fc.weight),
+            context_norm_H=_copy(drafter.hidden_norm.weight),
+            context_kv=_int8(fused.qkv_LOH[:, first_key_row:].flatten(0, 1)),
+            key_norms_Ld=_copy(fused.head_norms_L2d[:, 1]),
+            mask_embedding_H=_copy(drafter.embed_tokens.weight[config.mask_token_id]),
+            lm_head=_int8(drafter.lm_head.weight),
+            draft_token_ids_D=drafter.draft_token_ids_D,
+            w1_Vr=None if self._w2 is None else _copy(drafter.markov_head.markov_w1.weight),
+            w2=self._w2,
+            confidence_H=confidence_H,
+            confidence_V=confidence_V,
+        )
+        self._kernel = DraftKernel(
+            DecoderKernel(shape, layers, _copy(drafter.norm.weight), is_half=False),
+            shape,
+            weights,
+            rope=ropes.like(weights.mask_embedding_H),
+            block_size=config.block_size,
+        )
 
-    def context(self, taps_NT: Tensor) -> tuple[Tensor, Tensor]:
-        context_NH = self._fc(taps_NT.float())
-        context_NH = F.rms_norm(context_NH, context_NH.shape[1:], self._context_norm_H, self._eps)
-        kv_L2Ngd = self._context_kv(context_NH).unflatten(1, self._kv_shape).permute(1, 2, 0, 3, 4)
-        keys, values = kv_L2Ngd.unbind(1)
-        return F.rms_norm(keys, keys.shape[-1:], None, self._eps) * self._key_norms_L11d, values
+    def write_context(self, cache: DrafterCache) -> None:
+        if cache.waiting:
+            self._kernel.write_context(cache)
 
-    def hidden(self, embedded_NH: Tensor, rope: Rotation, plan: AttentionPlan, cache: DrafterCache) -> Tensor:
-        return self._kernel(embedded_NH, rope, rope, plan, cache, ())[0]
+    def blocks(self, cache: DrafterCache, slots: Sequence[int], anchors_R: Tensor, count: int) -> tuple[Tensor, Tensor]:
+        drafted = self._kernel.draft(cache, slots, self._embedded(anchors_R), self._num_inputs, count, None)
+        return drafted.hidden_RGH, drafted.base_RGD
 
-    def base_logits(self, hidden_NH: Tensor) -> Tensor:
-        return self._lm_head(hidden_NH)
+    def most_likely(
+        self, cache: DrafterCache, slots: Sequence[int], anchors_R: Tensor, count: int
+    ) -> DraftBlock | None:
+        if self._has_other_head:
+            return None
+        drafted = self._kernel.draft(cache, slots, self._embedded(anchors_R), self._num_inputs, count, anchors_R)
+        assert drafted.tokens_RG is not None, "they were asked for"
+        return DraftBlock(
+            tokens_RG=drafted.tokens_RG, probs_RGD=None, confidence_logits_RG=drafted.confidence_logits_RG
+        )
 
     def corrected(self, base_RD: Tensor, features_Rr: Tensor) -> Tensor:
-        assert self._correction is not None, "the drafter has no sequential head"
-        return base_RD + self._correction(features_Rr.float())
+        assert self._w2 is not None, "the drafter has no sequential head"
+        return base_RD + self._w2(features_Rr.float())
+
+    def _embedded(self, anchors_R: Tensor) -> Tensor:
+        return F.embedding(anchors_R, self._embedding_VH).float()
+
+
+def _confidence_parts(drafter: DSparkDrafter) -> tuple[Tensor | None, Tensor | None]:
+    """The confidence head as weights of the state, and what it adds for every token that may come before; or None."""
+    config = drafter.config
+    if not config.enable_confidence_head:
+        return None, None
+    weight_F, bias = drafter.confidence_head.proj.weight[0].detach().float(), drafter.confidence_head.proj.bias
+    confidence_V = bias.detach().float().expand(config.vocab_size)
+    if drafter.confidence_head.uses_markov:
+        w1_Vr = drafter.markov_head.markov_w1.weight.detach().float()
+        confidence_V = confidence_V + w1_Vr @ weight_F[config.hidden_size :]
+    return weight_F[: config.hidden_size].clone(), confidence_V.contiguous()
 
 
 def head_norms(norms_L2d: Tensor, heads: int, kv_heads: int) -> Tensor:

@@ -22,12 +22,10 @@ from dspark.drafters.draft_model import DraftModel
 from dspark.drafters.dspark_config import DSparkConfig
 from dspark.drafters.layers import RopeTables, project_taps, rms_norm
 from dspark.drafters.packing import BlockLayout, PackedBlocks
-from dspark.drafters.protocol import DraftBlock, DraftSampler, stack_distributions
+from dspark.drafters.protocol import DraftBlock, DraftSampler, greedy_sampler, stack_distributions
 from dspark.drafters.sequential import HEADS, SequentialHead, corrected_logits, embed_previous
-from dspark.models.attention import AttentionPlan
 from dspark.models.block_tables import BlockTables
 from dspark.models.int8_intrinsics import has_dot_products
-from dspark.models.rope import rotate
 from dspark.types import Segment
 
 MOST_WAITING = 256
@@ -62,8 +60,8 @@ class DSparkDrafter(DraftModel):
             if config.enable_confidence_head:
                 rank = config.markov_rank if config.confidence_head_with_markov else 0
                 self.confidence_head = ConfidenceHead(hidden_size, rank)
-        self._computation: DraftComputation = FloatComputation(self)
         self._rope = RopeTables(config)
+        self._computation: DraftComputation = FloatComputation(self, self._rope)
 
     @property
     def has_confidence_head(self) -> bool:
@@ -91,7 +89,7 @@ class DSparkDrafter(DraftModel):
                 "int8 needs a CPU with AVX512-VNNI and head_dim divisible by 8 "
                 f"(device {self.device}, head_dim {self.config.head_dim})"
             )
-        self._computation = Int8Computation(self)
+        self._computation = Int8Computation(self, self._rope)
 
     @property
     def compute_dtype(self) -> str:
@@ -137,25 +135,7 @@ class DSparkDrafter(DraftModel):
             return
         cache.waiting.append(WaitingContext(taps_NT=taps_NT, places=cache.tables.places(segments)))
         if cache.num_waiting >= MOST_WAITING:
-            self._write_context(cache)
-
-    def _write_context(self, cache: DrafterCache) -> None:
-        """Compute and store the keys and values of what waits, in every draft layer (SPEC eq. 2-3)."""
-        if not cache.waiting:
-            return
-        waiting = cache.waiting
-        keys, values = self._computation.context(torch.cat([context.taps_NT for context in waiting]))
-        positions_N = torch.cat([context.places.positions_N for context in waiting])
-        last_position = max(context.places.last_position for context in waiting)
-        keys = rotate(keys, *self._rope.like(keys).lookup(positions_N, last_position))
-        keys, values = keys.transpose(1, 2).to(cache.keys.dtype), values.transpose(1, 2).to(cache.values.dtype)
-        start = 0
-        for context in waiting:  # one after the other, so that the later of two at one place stays
-            end = start + len(context.taps_NT)
-            cache.keys[:, :, context.places.rows] = keys[:, :, start:end]
-            cache.values[:, :, context.places.rows] = values[:, :, start:end]
-            start = end
-        cache.waiting = []  # not before: after an error, others may still read these places as their prefix
+            self._computation.write_context(cache)
 
     @torch.no_grad()
     def propose(
@@ -169,7 +149,8 @@ class DSparkDrafter(DraftModel):
         """Draft the tokens after each row's anchor, which sits at the position that the slot's length names.
 
         The backbone always sees a whole block: its slots attend to each other, so that fewer inputs would change what
-        is predicted. With `num_tokens` below the block size only the heads do less.
+        is predicted. With `num_tokens` below the block size only the heads do less. `greedy_sampler` may be left out
+        for a faster way to the same tokens.
 
         Args:
             cache: Context of the slots; its scratch rows are overwritten, its lengths stay.
@@ -182,11 +163,11 @@ class DSparkDrafter(DraftModel):
             ValueError: for a wrong number of tokens, rows or slots.
         """
         count = check_proposal(slots, anchors_R, num_tokens, self.block_size)
-        self._write_context(cache)
-        hidden_RGH = self._draft_hidden(cache, slots, anchors_R)[:, :count]
-        # Flat rows: for a part of a block a linear layer would else work row by row, and copy its weights for each.
-        base_ND = self._computation.base_logits(hidden_RGH.reshape(-1, hidden_RGH.shape[-1]))
-        base_RGD = base_ND.view(len(slots), count, -1)
+        if sample is greedy_sampler:
+            block = self._computation.most_likely(cache, slots, anchors_R, count)
+            if block is not None:
+                return block
+        hidden_RGH, base_RGD = self._computation.blocks(cache, slots, anchors_R, count)
         hidden_RGH = hidden_RGH.to(self.dtype)  # what the heads have
         draft_ids_D = self.draft_token_ids_D
         head = self._head
@@ -208,18 +189,6 @@ class DSparkDrafter(DraftModel):
             probs_RGD=stack_distributions(distributions),
             confidence_logits_RG=self._confidence(hidden_RGH, known[:, :count]),
         )
-
-    def _draft_hidden(self, cache: DrafterCache, slots: Sequence[int], anchors_R: Tensor) -> Tensor:
-        """Backbone states ``[R, G, H]`` of the predicting slots, after the final norm."""
-        config = self.config
-        rows, inputs = len(slots), config.num_block_inputs
-        ids_RI = torch.full((rows, inputs), config.mask_token_id, dtype=torch.int64, device=self.device)
-        ids_RI[:, 0] = anchors_R
-        embedded = F.embedding(ids_RI.view(-1), self.embed_tokens.weight).to(self._computation.dtype)
-        plan = AttentionPlan(cache.blocks(slots, inputs), cache, causal=False)
-        rope = self._rope.like(embedded).lookup(plan.places.positions_N, plan.places.last_position)
-        hidden = self._computation.hidden(embedded, rope, plan, cache)
-        return hidden.view(rows, inputs, -1)[:, inputs - self.block_size :]
 
     # ---- training ----------------------------------------------------------------------------------------------------
 

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from dspark.calibration.calibration import Calibration
+from dspark.decoding import argmax_rows
 from dspark.drafters.cache import DrafterCache
 from dspark.models.block_tables import BlockTables
 from dspark.types import Segment
@@ -131,8 +132,8 @@ class DraftTarget(Protocol):
 
 
 def greedy_sampler(position: int, logits_RD: Tensor, tokens_Rk: Tensor) -> tuple[Tensor, None]:
-    """The `DraftSampler` of temperature 0: the argmax; its acceptance rule needs no distribution."""
-    return logits_RD.argmax(dim=-1), None
+    """The `DraftSampler` of temperature 0: the argmax, ties to the lowest id; its rule needs no distribution."""
+    return argmax_rows(logits_RD), None
 
 
 def stack_distributions(distributions: Sequence[Tensor | None]) -> Tensor | None:

@@ -24,7 +24,7 @@ from dspark.decoding import (
     sample_rows,
     warp_logits,
 )
-from dspark.drafters.protocol import DraftSampler
+from dspark.drafters.protocol import DraftSampler, greedy_sampler
 from dspark.engine.sampling import RequestSampling, Rule
 
 _PIECE = 2**21
@@ -53,6 +53,8 @@ def draft_sampler(rows: Sequence[RequestSampling], lengths: Sequence[int]) -> Dr
     Distributions are those of the rows of the p/q rule, zero elsewhere; None if there is no such row.
     """
     groups = _together(rows)
+    if len(groups) == 1 and rows[0].rule == "greedy" and rows[0].is_plain:
+        return greedy_sampler
 
     def sample(index: int, logits_RD: Tensor, tokens_Rk: Tensor) -> tuple[Tensor, Tensor | None]:
         if len(groups) == 1:
@@ -157,7 +159,9 @@ def _pieces(places: Sequence[int], starts: Sequence[int], vocab_size: int) -> li
 def _draft_greedy(
     rows: Sequence[RequestSampling], lengths: Sequence[int], index: int, logits_RD: Tensor, tokens_Rk: Tensor
 ) -> tuple[Tensor, Tensor | None]:
-    return argmax_rows(logits_RD if rows[0].is_plain else _warped_draft(rows, logits_RD, tokens_Rk)), None
+    return greedy_sampler(
+        index, logits_RD if rows[0].is_plain else _warped_draft(rows, logits_RD, tokens_Rk), tokens_Rk
+    )
 
 
 def _draft_coupled(

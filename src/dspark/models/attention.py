@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import numpy as np
 import torch
 from torch.nn import functional
 
@@ -53,8 +54,8 @@ class AttentionPlan:
         elif causal:
             self.visible_N = self.places.positions_N + 1
         else:
-            ends = torch.tensor([segment.end for segment in segments])
-            self.visible_N = ends.repeat_interleave(torch.tensor([segment.length for segment in segments]))
+            ends = np.array([segment.end for segment in segments], np.int64)
+            self.visible_N = torch.from_numpy(ends.repeat([segment.length for segment in segments]))
 
 
 def attend(

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
 from dspark.types import Segment
@@ -28,6 +31,13 @@ class Places:
     positions_N: torch.Tensor
     rows: slice | torch.Tensor
     last_position: int
+
+    @property
+    def row_numbers(self) -> torch.Tensor:
+        """``rows`` as int64 ``[N]`` in any case."""
+        if isinstance(self.rows, slice):
+            return torch.arange(self.rows.start, self.rows.stop, device=self.positions_N.device)
+        return self.rows
 
 
 class BlockTables:
@@ -59,8 +69,8 @@ class BlockTables:
         self.num_blocks = num_blocks
         self.device = device
         # Rows of new tokens are looked up on the host, those of all keys on the device.
-        self._host_SB = torch.zeros(num_slots, -(-max_length // BLOCK_SIZE), dtype=torch.int32)
-        self.tables_SB = self._host_SB.to(device)
+        self._host_SB = np.zeros((num_slots, -(-max_length // BLOCK_SIZE)), np.int32)
+        self.tables_SB = self._tensor(self._host_SB)  # the same memory on a CPU
         self._blocks: list[list[int]] = [[] for _ in range(num_slots)]
         self._first_rows: list[int | None] = [None] * num_slots
 
@@ -99,9 +109,9 @@ class BlockTables:
         if tail:
             if missing := [block for block in tail if not 0 <= block < self.num_blocks]:
                 raise ValueError(f"slot {slot}: blocks {missing} are not in the memory's 0 to {self.num_blocks - 1}")
-            self._host_SB[slot, same : len(new)] = torch.tensor(tail, dtype=torch.int32)
-            if self.tables_SB is not self._host_SB:
-                self.tables_SB[slot, same : len(new)] = self._host_SB[slot, same : len(new)].to(self.device)
+            self._host_SB[slot, same : len(new)] = tail
+            if self.device.type != "cpu":
+                self.tables_SB[slot, same : len(new)] = torch.tensor(tail, dtype=torch.int32, device=self.device)
         self._blocks[slot] = new
         in_a_row = bool(new) and new == list(range(new[0], new[0] + len(new)))
         self._first_rows[slot] = new[0] * BLOCK_SIZE if in_a_row else None
@@ -116,30 +126,30 @@ class BlockTables:
 
     def places(self, segments: Sequence[Segment]) -> Places:
         """Where the tokens of ``segments`` sit; they must be within the capacities of their slots."""
+        # In numpy: a torch operation takes several times as long on so few numbers, more than once in every step.
+        last_position = max(segment.end for segment in segments) - 1
         if len(segments) == 1:
             segment = segments[0]
             first_row = self._first_rows[segment.slot]
             if first_row is not None:
                 return Places(
-                    slots_N=torch.full((segment.length,), segment.slot, device=self.device),
-                    positions_N=torch.arange(segment.start, segment.end, device=self.device),
+                    slots_N=self._tensor(np.full(segment.length, segment.slot, np.int64)),
+                    positions_N=self._tensor(np.arange(segment.start, segment.end, dtype=np.int64)),
                     rows=slice(first_row + segment.start, first_row + segment.end),
-                    last_position=segment.end - 1,
+                    last_position=last_position,
                 )
-        lengths = torch.tensor([segment.length for segment in segments])
-        starts = torch.tensor([segment.start for segment in segments])
-        slots_N = torch.tensor([segment.slot for segment in segments]).repeat_interleave(lengths)
+        lengths = np.array([segment.length for segment in segments])
+        starts = np.array([segment.start for segment in segments])
+        slots_N = np.array([segment.slot for segment in segments]).repeat(lengths)
         # A token's position is its index in the batch plus what its segment's first token is ahead of that.
-        ahead = starts - (lengths.cumsum(0) - lengths)
-        positions_N = torch.arange(len(slots_N)) + ahead.repeat_interleave(lengths)
-        blocks_N = self._host_SB[slots_N, positions_N // BLOCK_SIZE]
-        rows_N = blocks_N.long() * BLOCK_SIZE + positions_N % BLOCK_SIZE
-        slots_N, positions_N, rows_N = torch.stack([slots_N, positions_N, rows_N]).to(self.device)
+        ahead = starts - (lengths.cumsum() - lengths)
+        positions_N = np.arange(len(slots_N)) + ahead.repeat(lengths)
+        rows_N = self._host_SB[slots_N, positions_N // BLOCK_SIZE] * np.int64(BLOCK_SIZE) + positions_N % BLOCK_SIZE
         return Places(
-            slots_N=slots_N,
-            positions_N=positions_N,
-            rows=rows_N,
-            last_position=max(segment.end for segment in segments) - 1,
+            slots_N=self._tensor(slots_N),
+            positions_N=self._tensor(positions_N),
+            rows=self._tensor(rows_N),
+            last_position=last_position,
         )
 
     def slot_rows(self, slots: Sequence[int], length: int) -> torch.Tensor:
@@ -147,3 +157,6 @@ class BlockTables:
         blocks_RB = self.tables_SB[list(slots), : -(-length // BLOCK_SIZE)].long()
         offsets = torch.arange(BLOCK_SIZE, device=self.device)
         return (blocks_RB.unsqueeze(-1) * BLOCK_SIZE + offsets).flatten(1)[:, :length]
+
+    def _tensor(self, values: npt.NDArray[Any]) -> torch.Tensor:
+        return torch.from_numpy(values).to(self.device)

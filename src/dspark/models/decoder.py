@@ -171,14 +171,15 @@ class Decoder:
         cache.reserve(segments)
         plan = AttentionPlan(segments, cache, window=c.sliding_window)
         places = plan.places
+        x_NH = self.embed(token_ids_N)
+        if self._kernel is not None:
+            ropes = self._rope.table(places.last_position), self._sliding_rope.table(places.last_position)
+            return TargetOutput(*self._kernel(x_NH, ropes, plan, cache, tap_layers))
         rope = self._rope.lookup(places.positions_N, places.last_position)
         sliding_rope = rope
         if self._sliding_rope is not self._rope:
             sliding_rope = self._sliding_rope.lookup(places.positions_N, places.last_position)
 
-        x_NH = self.embed(token_ids_N)
-        if self._kernel is not None:
-            return TargetOutput(*self._kernel(x_NH, rope, sliding_rope, plan, cache, tap_layers))
         taps: dict[int, torch.Tensor] = {}
         for index, layer in enumerate(self._layers):
             layer_rope = sliding_rope if layer.is_sliding else rope

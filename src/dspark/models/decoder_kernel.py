@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import lru_cache, partial
 from typing import Any
 
@@ -23,7 +24,7 @@ from dspark.models.block_tables import BLOCK_SIZE
 from dspark.models.compiling import SOURCE, remembered
 from dspark.models.decoder_layer import DecoderLayer, LayersShape
 from dspark.models.int8_intrinsics import GROUP, add_atomically, call_attention
-from dspark.models.int8_linear import LINE, GroupedInt8Linear, finish, multiply, quantise, take, wait
+from dspark.models.int8_linear import LINE, GroupedInt8Linear, finish, multiply, new_counters, quantise, take, wait
 from dspark.models.kv_cache import KVCache, columns_shape
 from dspark.models.linear import Linear
 from dspark.models.row_kernels import activate_row, add_row, copy_row, norm_row, rotate_head, store_halves
@@ -38,6 +39,30 @@ _WHOLE = 2**62  # a window that sees everything
     _ATTENTION_NORM, _QKV, _QKV_BIAS, _QK_NORM, _OUTPUT, _OUTPUT_BIAS, _POST_ATTENTION_NORM, _MLP_NORM, _GATE_UP,
     _GATE_UP_BIAS, _DOWN, _DOWN_BIAS, _POST_MLP_NORM, _IS_SLIDING,
 ) = range(14)  # fmt: skip
+
+
+Ropes = tuple[tuple[torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
+"""Cosines and signed sines by position, of full and of sliding layers."""
+
+OUTSIDE = "a slot, position or block of the pass is outside the tables or the cache"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PreparedLayers:
+    """A pass that is ready to run.
+
+    Attributes:
+        arguments: of :func:`run_layers`, those of the threads left out.
+        memory: what ``arguments`` knows by its addresses, beside the results.
+        phases: that it has.
+        out_NH, taps_NT: its results, once it has run.
+    """
+
+    arguments: tuple[object, ...]
+    memory: tuple[object, ...]
+    phases: int
+    out_NH: torch.Tensor
+    taps_NT: torch.Tensor
 
 
 class DecoderKernel:
@@ -65,23 +90,37 @@ class DecoderKernel:
         return partial(DecoderKernel, is_half=self._is_half), (self._shape, *self._held)
 
     def __call__(
-        self,
-        x_NH: torch.Tensor,
-        rope: tuple[torch.Tensor, torch.Tensor],
-        sliding_rope: tuple[torch.Tensor, torch.Tensor],
-        plan: AttentionPlan,
-        cache: KVCache,
-        tap_layers: Sequence[int],
+        self, x_NH: torch.Tensor, ropes: Ropes, plan: AttentionPlan, cache: KVCache, tap_layers: Sequence[int]
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Run all layers on embedded tokens; the normed hidden states and the taps side by side.
 
         Args:
             x_NH: float32, is written to.
-            rope, sliding_rope: float32 ``[N, 1, D]`` as :meth:`~dspark.models.rope.RopeTable.lookup` returns them.
+            ropes: float32 tables ``[P, D]`` of full and of sliding layers (:meth:`~dspark.models.rope.RopeTable.table`).
 
         Raises:
             ValueError: the cache is another model's, or its tables name what it has not.
         """
+        threads = torch.get_num_threads()
+        prepared = self.prepare(x_NH, ropes, plan, cache, tap_layers)
+        counters, counters_at = new_counters(prepared.phases, threads)
+        kernel = self._kernel
+        if not run_together(
+            lambda: kernel(prepared.arguments, counters_at, threads), threads, (self, prepared, counters)
+        ):
+            raise ValueError(OUTSIDE)
+        if not tap_layers:
+            return prepared.out_NH, None
+        taps_NT, layers = prepared.taps_NT, sorted(set(tap_layers))
+        if list(tap_layers) != layers:
+            order = [layers.index(layer) for layer in tap_layers]
+            taps_NT = taps_NT.view(len(x_NH), -1, x_NH.shape[1])[:, order].flatten(1)
+        return prepared.out_NH, taps_NT
+
+    def prepare(
+        self, x_NH: torch.Tensor, ropes: Ropes, plan: AttentionPlan, cache: KVCache, tap_layers: Sequence[int]
+    ) -> PreparedLayers:
+        """What :func:`run_layers` needs for such a call, in which taps are in the order of their layers."""
         c, threads = self._shape, torch.get_num_threads()
         shape: tuple[int, ...] = (c.num_layers, c.num_kv_heads, plan.tables.num_rows, c.head_dim)
         dtype = torch.float16 if self._is_half else torch.float32
@@ -102,32 +141,26 @@ class DecoderKernel:
         sizes = (rows * max(self._widths), rows * hidden, rows * heads_size, rows * heads_size)
         scratch = torch.empty(sum(sizes) + rows * self._groups * (GROUP // 4 + 2))
         places = np.cumsum((0, *sizes)) * 4 + scratch.data_ptr()
-        counters = np.zeros(LINE * ((c.num_layers * _PHASES + 1) * (threads + 1) + 2), np.uint8)
-        token_rows = plan.places.rows
-        if isinstance(token_rows, slice):
-            token_rows = torch.arange(token_rows.start, token_rows.stop)
+        token_rows = plan.places.row_numbers
         tables = plan.tables.tables_SB
         arguments = (
             self._table.ctypes.data, c.num_layers, hidden, c.intermediate_size, c.num_heads, c.num_kv_heads, c.head_dim,
             np.float32(c.norm_eps), c.activation == "gelu_tanh", *self._widths, self._held[1].data_ptr(),
             x_NH.data_ptr(), rows, *places.tolist(), out_NH.data_ptr(),
             taps_NT.data_ptr(), hidden * len(layers), tap_columns.ctypes.data,
-            *(table.data_ptr() for table in (*rope, *sliding_rope)),
+            *(table.data_ptr() for rope in ropes for table in rope), plan.places.positions_N.data_ptr(),
             cache.keys.data_ptr(), cache.values.data_ptr(), plan.tables.num_rows, self._is_half, token_rows.data_ptr(),
             self._attention.address, tables.data_ptr(), *tables.shape, plan.places.slots_N.data_ptr(),
             plan.visible_N.data_ptr(), np.float32(c.query_scale * math.log2(math.e)), plan.window or _WHOLE, plan.first,
             min(rows * c.num_kv_heads, _PARTS * threads if threads > 1 else 1),
-            (counters.ctypes.data + LINE - 1) // LINE * LINE, threads,
         )  # fmt: skip
-        memory = (self, x_NH, rope, sliding_rope, plan, cache, token_rows, tap_columns, scratch, counters)
-        if not run_together(lambda: self._kernel(*arguments), threads, (*memory, out_NH, taps_NT)):
-            raise ValueError("a slot, position or block of the pass is outside the tables or the cache")
-        if not tap_layers:
-            return out_NH, None
-        if list(tap_layers) != layers:
-            order = [layers.index(layer) for layer in tap_layers]
-            taps_NT = taps_NT.view(rows, -1, hidden)[:, order].flatten(1)
-        return out_NH, taps_NT
+        return PreparedLayers(
+            arguments=arguments,
+            memory=(self, x_NH, ropes, plan, cache, token_rows, tap_columns, scratch),
+            phases=c.num_layers * _PHASES + 1,
+            out_NH=out_NH,
+            taps_NT=taps_NT,
+        )
 
 
 def _packed(linear: Linear) -> GroupedInt8Linear:
@@ -191,8 +224,8 @@ def _norm_head(row_at: int, head: int, qk_norm_at: int, head_dim: int, eps: Any)
 @njit(error_model="numpy")  # type: ignore[untyped-decorator]
 def _place_heads(
     y_at: int, rows: int, width: int, heads: int, kv_heads: int, head_dim: int, qk_norm_at: int, eps: Any, cos_at: int,
-    sin_at: int, q_at: int, keys_at: int, values_at: int, num_rows: int, is_half: bool, token_rows_at: int,
-    counters_at: int, threads: int,
+    sin_at: int, positions_at: int, q_at: int, keys_at: int, values_at: int, num_rows: int, is_half: bool,
+    token_rows_at: int, counters_at: int, threads: int,
 ) -> Any:  # fmt: skip
     """One phase: norm and rotate queries and keys; keys and values go to their places in the cache.
 
@@ -200,6 +233,7 @@ def _place_heads(
     threads that write to the same lines of memory take them from each other each time.
     """
     token_rows = carray(pointer(token_rows_at), rows, np.int64)
+    positions = carray(pointer(positions_at), rows, np.int64)
     step, group = head_dim * 4, heads // kv_heads
     pieces = (rows + BLOCK_SIZE - 1) // BLOCK_SIZE * kv_heads
     while True:
@@ -209,7 +243,7 @@ def _place_heads(
         kv_head, begin = piece % kv_heads, piece // kv_heads * BLOCK_SIZE
         for row in range(begin, min(begin + BLOCK_SIZE, rows)):
             row_at, place = y_at + row * width * 4, kv_head * num_rows + token_rows[row]
-            cos_row_at, sin_row_at = cos_at + row * step, sin_at + row * step
+            cos_row_at, sin_row_at = cos_at + positions[row] * step, sin_at + positions[row] * step
             queries_at = row_at + kv_head * group * step
             for h in range(group):
                 head = kv_head * group + h
@@ -231,7 +265,7 @@ def _place_heads(
 
 
 @njit(error_model="numpy")  # type: ignore[untyped-decorator]
-def _quantise_rows(x_at: int, rows: int, size: int, q_at: int, counters_at: int, threads: int) -> Any:
+def quantise_rows(x_at: int, rows: int, size: int, q_at: int, counters_at: int, threads: int) -> Any:
     """One phase: quantise every row."""
     while True:
         row = take(counters_at)
@@ -258,77 +292,89 @@ def _activate_rows(
     return wait(counters_at, rows, threads)
 
 
+@njit(error_model="numpy")  # type: ignore[untyped-decorator]
+def run_layers(
+    table_at: int, num_layers: int, hidden: int, intermediate: int, heads: int, kv_heads: int, head_dim: int, eps: Any,
+    is_gelu: bool, qkv_width: int, output_width: int, gate_up_width: int, down_width: int, final_norm_at: int,
+    x_at: int, rows: int, y_at: int, normed_at: int, queries_at: int, attended_at: int, q_at: int, out_at: int,
+    taps_at: int, taps_width: int, tap_columns_at: int, cos_at: int, sin_at: int, sliding_cos_at: int,
+    sliding_sin_at: int, positions_at: int, keys_at: int, values_at: int, num_rows: int, is_half: bool,
+    token_rows_at: int, attention_at: int, tables_at: int, num_slots: int, num_blocks: int, slots_at: int,
+    visible_at: int, scale: Any, window: int, first: int, parts: int, counters_at: int, threads: int, thread: int,
+) -> Any:  # fmt: skip
+    """The phases of all layers (:meth:`DecoderKernel.prepare`).
+
+    Returns:
+        Whether all slots, positions and blocks exist, and where the next phase's counters are.
+    """
+    table = carray(pointer(table_at), (num_layers, 14), np.int64)
+    tap_columns = carray(pointer(tap_columns_at), num_layers, np.int64)
+    hidden_groups = (hidden + GROUP - 1) // GROUP
+    heads_groups = (heads * head_dim + GROUP - 1) // GROUP
+    intermediate_groups = (intermediate + GROUP - 1) // GROUP
+    layer_bytes = kv_heads * num_rows * head_dim * (2 if is_half else 4)
+    at = counters_at
+    understood = True
+    added_at, added_norm_at, tap_at = 0, 0, 0  # what the layer before leaves to be done
+    for index in range(num_layers):
+        layer = table[index]
+        layer_keys_at, layer_values_at = keys_at + index * layer_bytes, values_at + index * layer_bytes
+        is_sliding = layer[_IS_SLIDING] != 0
+        at = _add_and_norm(
+            x_at, rows, hidden, added_at, down_width, added_norm_at, tap_at, taps_width * 4, layer[_ATTENTION_NORM],
+            eps, normed_at, q_at, at, threads,
+        )  # fmt: skip
+        at = multiply(
+            q_at, rows, hidden_groups, layer[_QKV], layer[_QKV_BIAS], y_at, qkv_width, at, threads, thread
+        )  # fmt: skip
+        at = _place_heads(
+            y_at, rows, qkv_width, heads, kv_heads, head_dim, layer[_QK_NORM], eps,
+            sliding_cos_at if is_sliding else cos_at, sliding_sin_at if is_sliding else sin_at, positions_at,
+            queries_at, layer_keys_at, layer_values_at, num_rows, is_half, token_rows_at, at, threads,
+        )  # fmt: skip
+        while True:
+            part = take(at)
+            if part >= parts:
+                break
+            numbers = (
+                queries_at, layer_keys_at, layer_values_at, tables_at, slots_at, visible_at, attended_at, rows,
+                kv_heads, num_rows, num_slots, num_blocks,
+            )  # fmt: skip
+            seen = window if is_sliding else _WHOLE
+            understood &= call_attention(attention_at, numbers, scale, (seen, first, part, parts))
+            finish(at, 1)
+        at = wait(at, parts, threads)
+        at = quantise_rows(attended_at, rows, heads * head_dim, q_at, at, threads)
+        at = multiply(
+            q_at, rows, heads_groups, layer[_OUTPUT], layer[_OUTPUT_BIAS], y_at, output_width, at, threads, thread
+        )  # fmt: skip
+        at = _add_and_norm(
+            x_at, rows, hidden, y_at, output_width, layer[_POST_ATTENTION_NORM], 0, 0, layer[_MLP_NORM], eps,
+            normed_at, q_at, at, threads,
+        )  # fmt: skip
+        at = multiply(
+            q_at, rows, hidden_groups, layer[_GATE_UP], layer[_GATE_UP_BIAS], y_at, gate_up_width, at, threads,
+            thread,
+        )  # fmt: skip
+        at = _activate_rows(y_at, rows, gate_up_width, intermediate, is_gelu, q_at, at, threads)
+        at = multiply(
+            q_at, rows, intermediate_groups, layer[_DOWN], layer[_DOWN_BIAS], y_at, down_width, at, threads, thread
+        )  # fmt: skip
+        added_at, added_norm_at = y_at, layer[_POST_MLP_NORM]
+        tap_at = taps_at + tap_columns[index] * 4 if tap_columns[index] >= 0 else 0
+    at = _add_and_norm(
+        x_at, rows, hidden, added_at, down_width, added_norm_at, tap_at, taps_width * 4, final_norm_at, eps, out_at,
+        0, at, threads,
+    )  # fmt: skip
+    return understood, at
+
+
 @lru_cache
 def _kernel(source: str = SOURCE) -> Callable[..., bool]:
-    def decode(  # type: ignore[no-untyped-def]
-        table_at, num_layers, hidden, intermediate, heads, kv_heads, head_dim, eps, is_gelu, qkv_width, output_width,
-        gate_up_width, down_width, final_norm_at, x_at, rows, y_at, normed_at, queries_at, attended_at, q_at, out_at,
-        taps_at, taps_width, tap_columns_at, cos_at, sin_at, sliding_cos_at, sliding_sin_at, keys_at, values_at,
-        num_rows, is_half, token_rows_at, attention_at, tables_at, num_slots, num_blocks, slots_at, visible_at, scale,
-        window, first, parts, counters_at, threads,
-    ):  # fmt: skip
+    def decode(layers, counters_at, threads):  # type: ignore[no-untyped-def]
         _ = source
-        table = carray(pointer(table_at), (num_layers, 14), np.int64)
-        tap_columns = carray(pointer(tap_columns_at), num_layers, np.int64)
-        hidden_groups = (hidden + GROUP - 1) // GROUP
-        heads_groups = (heads * head_dim + GROUP - 1) // GROUP
-        intermediate_groups = (intermediate + GROUP - 1) // GROUP
-        layer_bytes = kv_heads * num_rows * head_dim * (2 if is_half else 4)
         thread = add_atomically(counters_at, 1)
-        at = counters_at + LINE
-        understood = True
-        added_at, added_norm_at, tap_at = 0, 0, 0  # what the layer before leaves to be done
-        for index in range(num_layers):
-            layer = table[index]
-            layer_keys_at, layer_values_at = keys_at + index * layer_bytes, values_at + index * layer_bytes
-            is_sliding = layer[_IS_SLIDING] != 0
-            at = _add_and_norm(
-                x_at, rows, hidden, added_at, down_width, added_norm_at, tap_at, taps_width * 4, layer[_ATTENTION_NORM],
-                eps, normed_at, q_at, at, threads,
-            )  # fmt: skip
-            at = multiply(
-                q_at, rows, hidden_groups, layer[_QKV], layer[_QKV_BIAS], y_at, qkv_width, at, threads, thread
-            )  # fmt: skip
-            at = _place_heads(
-                y_at, rows, qkv_width, heads, kv_heads, head_dim, layer[_QK_NORM], eps,
-                sliding_cos_at if is_sliding else cos_at, sliding_sin_at if is_sliding else sin_at, queries_at,
-                layer_keys_at, layer_values_at, num_rows, is_half, token_rows_at, at, threads,
-            )  # fmt: skip
-            while True:
-                part = take(at)
-                if part >= parts:
-                    break
-                numbers = (
-                    queries_at, layer_keys_at, layer_values_at, tables_at, slots_at, visible_at, attended_at, rows,
-                    kv_heads, num_rows, num_slots, num_blocks,
-                )  # fmt: skip
-                seen = window if is_sliding else _WHOLE
-                understood &= call_attention(attention_at, numbers, scale, (seen, first, part, parts))
-                finish(at, 1)
-            at = wait(at, parts, threads)
-            at = _quantise_rows(attended_at, rows, heads * head_dim, q_at, at, threads)
-            at = multiply(
-                q_at, rows, heads_groups, layer[_OUTPUT], layer[_OUTPUT_BIAS], y_at, output_width, at, threads, thread
-            )  # fmt: skip
-            at = _add_and_norm(
-                x_at, rows, hidden, y_at, output_width, layer[_POST_ATTENTION_NORM], 0, 0, layer[_MLP_NORM], eps,
-                normed_at, q_at, at, threads,
-            )  # fmt: skip
-            at = multiply(
-                q_at, rows, hidden_groups, layer[_GATE_UP], layer[_GATE_UP_BIAS], y_at, gate_up_width, at, threads,
-                thread,
-            )  # fmt: skip
-            at = _activate_rows(y_at, rows, gate_up_width, intermediate, is_gelu, q_at, at, threads)
-            at = multiply(
-                q_at, rows, intermediate_groups, layer[_DOWN], layer[_DOWN_BIAS], y_at, down_width, at, threads, thread
-            )  # fmt: skip
-            added_at, added_norm_at = y_at, layer[_POST_MLP_NORM]
-            tap_at = taps_at + tap_columns[index] * 4 if tap_columns[index] >= 0 else 0
-        at = _add_and_norm(
-            x_at, rows, hidden, added_at, down_width, added_norm_at, tap_at, taps_width * 4, final_norm_at, eps, out_at,
-            0, at, threads,
-        )  # fmt: skip
-        return understood
+        return run_layers(*layers, counters_at + LINE, threads, thread)[0]
 
     kernel: Callable[..., bool] = remembered(decode)
     return kernel

@@ -7,6 +7,7 @@ from functools import lru_cache
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from numba import njit
 
@@ -78,14 +79,20 @@ class GroupedInt8Linear:
         y_NO = torch.empty(rows, self.padded_out)
         scratch = torch.empty(rows * groups * (GROUP + 8), dtype=torch.uint8)
         threads = torch.get_num_threads() if rows * self.packed.numel() >= _SHARED_WORK else 1
-        counters = np.zeros(LINE * (1 + 2 * (threads + 1)), np.uint8)
+        counters, counters_at = new_counters(2, threads)
         arguments = (
             x_NI.data_ptr(), rows, self.size_in, scratch.data_ptr(), self.packed.data_ptr(), self.bias.data_ptr(),
-            y_NO.data_ptr(), self.padded_out, counters.ctypes.data, threads,
+            y_NO.data_ptr(), self.padded_out, counters_at, threads,
         )  # fmt: skip
         kernel = _kernel()
         run_together(lambda: kernel(*arguments), threads, (self, x_NI, scratch, counters, y_NO))
         return y_NO if self.padded_out == self.size_out else y_NO[:, : self.size_out].contiguous()
+
+
+def new_counters(phases: int, threads: int) -> tuple[npt.NDArray[np.uint8], int]:
+    """Memory for the counters of so many phases, and where they begin: one line that numbers the threads, then theirs."""
+    counters = np.zeros(LINE * (phases * (threads + 1) + 2), np.uint8)
+    return counters, (counters.ctypes.data + LINE - 1) // LINE * LINE
 
 
 @njit(error_model="numpy")  # type: ignore[untyped-decorator]

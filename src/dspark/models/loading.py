@@ -19,7 +19,6 @@ from dspark.models.embedded import NAME as EMBEDDED_NAME
 from dspark.models.embedded import embedded_target
 from dspark.models.gguf_file import read_gguf
 from dspark.models.target import Target
-from dspark.models.transformers_checkpoint import read_transformers
 
 _SMALL_FILES = ["*.json", "*.jinja", "tokenizer.model", "merges.txt", "vocab.txt"]
 _NOT_CHECKPOINT_FILES = ["consolidated*", "original/*"]  # the same weights once more, in a vendor's own format
@@ -99,6 +98,8 @@ def load_target(
     if config is not None:
         model = Decoder(config, _read_weights(path), compute_dtype=resolve_dtype(dtype, device), device=device)
     else:
+        from dspark.models.transformers_checkpoint import read_transformers  # takes a second or two
+
         compute_dtype = resolve_dtype(dtype, device, native=False)
         model = read_transformers(path, raw, compute_dtype=compute_dtype, device=device)
     tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=False)

@@ -38,9 +38,14 @@ class RopeTable:
 
     def lookup(self, positions_N: torch.Tensor, max_position: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Cosines and signed sines ``[N, 1, head_dim]`` of ``positions_N``, none above ``max_position``."""
+        cos_PD, sin_PD = self.table(max_position)
+        return cos_PD[positions_N].unsqueeze(1), sin_PD[positions_N].unsqueeze(1)
+
+    def table(self, max_position: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Cosines and signed sines ``[P, head_dim]`` of all positions up to ``max_position`` at least."""
         if max_position >= len(self._cos_PD):
             self._grow(max(1024, 1 << max_position.bit_length()))
-        return self._cos_PD[positions_N].unsqueeze(1), self._sin_PD[positions_N].unsqueeze(1)
+        return self._cos_PD, self._sin_PD
 
     def _grow(self, length: int) -> None:
         frequencies = torch.tensor(self._settings.inverse_frequencies, dtype=torch.float32, device=self._device)
