@@ -8,11 +8,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from dspark.drafters import DSparkDrafter, TrainableDrafter
+from dspark.drafters import DSparkDrafter, TrainableDrafter, draft_kernel
 from dspark.drafters.checkpoint import load_drafter, save_drafter
+from dspark.drafters.dspark import MOST_WAITING
+from dspark.drafters.protocol import greedy_sampler
 from dspark.models.int8_intrinsics import has_dot_products
 from tests.drafters.conftest import Context, FakeTarget
-from tests.drafters.test_kinds import Forced, fill
+from tests.drafters.test_kinds import Forced, extend, fill
 
 DrafterOf = Callable[..., TrainableDrafter]
 ContextOf = Callable[[TrainableDrafter, int], Context]
@@ -106,3 +108,110 @@ def test_a_drafter_that_cannot_is_loaded_in_its_own_type_and_refuses(
     for variant, changes in (("vanilla", {"head_dim": 6}), ("eagle3", {})):
         save_drafter(drafter_of(variant, **changes), tmp_path / variant, include_embeddings=True)
         assert load_drafter(tmp_path / variant, target).compute_dtype == "float32"
+
+
+def by_turns(position: int, logits_RD: torch.Tensor, tokens_Rk: torch.Tensor) -> tuple[torch.Tensor, None]:
+    """Greedy, but not `greedy_sampler` itself: tokens are drawn one after the other."""
+    return greedy_sampler(position, logits_RD, tokens_Rk)
+
+
+@pytest.mark.parametrize("variant", HEADS)
+@pytest.mark.parametrize("reduced", [False, True])
+@pytest.mark.parametrize("num_tokens", [1, 3, 4])
+def test_greedy_blocks_of_one_call_are_those_drawn_by_turns(
+    variant: str, reduced: bool, num_tokens: int, drafter_of: DrafterOf, context_of: ContextOf
+) -> None:
+    drafter = wide(drafter_of, variant, reduced=reduced)
+    drafter.compute_in_int8()
+    cache = fill(drafter, {2: context_of(drafter, 30), 0: context_of(drafter, 3), 1: context_of(drafter, 9)}, 4, 50)
+    slots, anchors = [2, 0, 1], torch.tensor([7, 1, 52])
+    block = drafter.propose(cache, slots, anchors, greedy_sampler, num_tokens)
+    expected = drafter.propose(cache, slots, anchors, by_turns, num_tokens)
+    assert torch.equal(block.tokens_RG, expected.tokens_RG)
+    assert (
+        num_tokens < 4 or len(block.tokens_RG.unique()) > 2
+    )  # not the same few tokens everywhere, as of a drafter that sees nothing
+    assert block.probs_RGD is None
+    torch.testing.assert_close(block.confidence_logits_RG, expected.confidence_logits_RG)
+
+
+def test_greedy_blocks_without_a_confidence_head_or_without_its_embedding(
+    drafter_of: DrafterOf, context_of: ContextOf
+) -> None:
+    for changes in ({"confidence": False}, {"confidence_head_with_markov": False}):
+        drafter = wide(drafter_of, "vanilla", **changes)
+        drafter.compute_in_int8()
+        cache = fill(drafter, {0: context_of(drafter, 20)})
+        block = drafter.propose(cache, [0], torch.tensor([7]), greedy_sampler)
+        expected = drafter.propose(cache, [0], torch.tensor([7]), by_turns)
+        assert torch.equal(block.tokens_RG, expected.tokens_RG)
+        assert (block.confidence_logits_RG is None) == ("confidence" in changes)
+        if block.confidence_logits_RG is not None:
+            torch.testing.assert_close(block.confidence_logits_RG, expected.confidence_logits_RG)
+
+
+@pytest.mark.parametrize("threads", [1, 2, 3])
+def test_a_greedy_block_has_the_same_bits_alone_and_in_company(
+    threads: int, drafter_of: DrafterOf, context_of: ContextOf
+) -> None:
+    drafter = wide(drafter_of, "vanilla")
+    drafter.compute_in_int8()
+    contexts = {slot: context_of(drafter, 5 + 3 * slot) for slot in range(11)}
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        cache = fill(drafter, contexts, 11, 50)
+        together = drafter.propose(cache, list(contexts), torch.arange(11), greedy_sampler)
+        for slot, context in contexts.items():
+            alone = drafter.propose(fill(drafter, {0: context}), [0], torch.tensor([slot]), greedy_sampler)
+            assert torch.equal(alone.tokens_RG[0], together.tokens_RG[slot])
+            assert alone.confidence_logits_RG is not None
+            assert together.confidence_logits_RG is not None
+            assert torch.equal(alone.confidence_logits_RG[0], together.confidence_logits_RG[slot])
+    finally:
+        torch.set_num_threads(before)
+
+
+def test_context_that_waits_in_parts_is_as_if_it_came_at_once(drafter_of: DrafterOf, context_of: ContextOf) -> None:
+    """Also if a part was rolled back and other tokens took its places; and when there is too much to wait."""
+    drafter = wide(drafter_of, "vanilla")
+    drafter.compute_in_int8()
+    context, other = context_of(drafter, MOST_WAITING + 40), context_of(drafter, 20)
+    expected = drafter.new_cache(1, 400)
+    extend(drafter, expected, {0: (0, context)})
+    assert expected.num_waiting == 0  # computed without a draft
+    cache = drafter.new_cache(1, 400)
+    extend(drafter, cache, {0: (0, context.cut(0, 30))})
+    extend(drafter, cache, {0: (30, other)})
+    cache.truncate(0, 30)
+    extend(drafter, cache, {0: (30, context.cut(30, 60))})
+    assert cache.num_waiting == 80
+    anchor = torch.tensor([9])
+    drafter.propose(cache, [0], anchor, greedy_sampler)
+    assert cache.num_waiting == 0
+    extend(drafter, cache, {0: (60, context.cut(60))})
+    rows = slice(0, len(context.tokens_N))
+    drafter.propose(cache, [0], anchor, greedy_sampler)
+    assert torch.equal(cache.keys[:, :, rows], expected.keys[:, :, rows])
+    assert torch.equal(cache.values[:, :, rows], expected.values[:, :, rows])
+    drafter.propose(cache, [0], anchor, greedy_sampler)  # nothing waits
+
+
+def test_int8_context_still_waits_after_an_error(
+    drafter_of: DrafterOf, context_of: ContextOf, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    drafter = wide(drafter_of, "vanilla")
+    drafter.compute_in_int8()
+    context = context_of(drafter, 12)
+    cache = fill(drafter, {0: context})
+    expected = drafter.propose(fill(drafter, {0: context}), [0], torch.tensor([9]), greedy_sampler)
+
+    def fail(*arguments: object) -> bool:
+        raise MemoryError
+
+    with monkeypatch.context() as patch:
+        patch.setattr(draft_kernel, "run_together", fail)
+        with pytest.raises(MemoryError):
+            drafter.propose(cache, [0], torch.tensor([9]), greedy_sampler)
+    assert cache.num_waiting == 12
+    assert torch.equal(drafter.propose(cache, [0], torch.tensor([9]), greedy_sampler).tokens_RG, expected.tokens_RG)

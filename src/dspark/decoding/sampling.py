@@ -10,9 +10,11 @@ from torch import Tensor
 
 from dspark.decoding.noise import NOISE_BITS, gumbel_of_bits
 
+_CHUNK = 256
+
 
 def argmax_rows(values_NV: Tensor) -> Tensor:
-    """The largest entry of each row, ties to the lowest id: int64 [N]. As ``argmax``, which takes far longer on a CPU."""
+    """The largest entry of each row, ties to the lowest id: int64 [N]; on a CPU far sooner than by ``argmax``."""
     if values_NV.is_cpu and values_NV.dtype == torch.float32:
         return torch.from_numpy(values_NV.detach().numpy().argmax(axis=-1))
     return values_NV.argmax(dim=-1)

@@ -63,6 +63,7 @@ class FloatComputation:
         self._ropes = ropes
         self._fused: FusedWeights | None = None
 
+    @torch.no_grad()
     def write_context(self, cache: DrafterCache) -> None:
         if not cache.waiting:
             return

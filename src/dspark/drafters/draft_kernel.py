@@ -149,7 +149,7 @@ class DraftKernel:
             num_inputs, self._block_size, count, hidden, hidden_MH.data_ptr(), *_addresses(weights.lm_head),
             weights.lm_head.size_out, scratch.data_ptr(), base_MD.data_ptr(),
             0 if anchors_R is None else known.ctypes.data, _address(weights.draft_token_ids_D),
-            _address(self._features_V), self._num_tokens, *((0, 0, 0, 0) if weights.w2 is None else _addresses(weights.w2)),
+            _address(self._features_V), self._num_tokens, *_addresses(weights.w2),
             scratch.data_ptr() + num_slots * groups * (GROUP + 8), _address(weights.confidence_H),
             _address(weights.confidence_V), confidences_M.data_ptr(),
         )  # fmt: skip
@@ -203,8 +203,10 @@ def _address(tensor: Tensor | None) -> int:
     return 0 if tensor is None else tensor.data_ptr()
 
 
-def _addresses(linear: GroupedInt8Linear) -> tuple[int, int, int, int]:
-    """Weights, groups of inputs, bias, width of the result."""
+def _addresses(linear: GroupedInt8Linear | None) -> tuple[int, int, int, int]:
+    """Weights, groups of inputs, bias, width of the result; zeros for none."""
+    if linear is None:
+        return 0, 0, 0, 0
     return linear.packed.data_ptr(), linear.packed.shape[1], linear.bias.data_ptr(), linear.padded_out
 
 

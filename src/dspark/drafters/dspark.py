@@ -113,7 +113,6 @@ class DSparkDrafter(DraftModel):
             tables=tables,
         )
 
-    @torch.no_grad()
     def extend(self, cache: DrafterCache, segments: Sequence[Segment], token_ids_N: Tensor, taps_NT: Tensor) -> None:
         """Take in newly committed tokens as context.
 

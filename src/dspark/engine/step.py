@@ -325,9 +325,14 @@ def _confidences(
     """Calibrated confidences of all decoding rows, ``[R, G]``; 0 where nothing was drafted."""
     if block.confidence_logits_RG is None:
         return None
-    logits_RG = block.confidence_logits_RG.double().cpu().numpy()
+    logits_RG = block.confidence_logits_RG.float().cpu().numpy()
     length = logits_RG.shape[1]
-    scaled_RG = logits_RG / np.stack([choice.confidence_temperatures_G[:length] for choice in choices])
+    # The logistic function, without overflow.
+    drafted_RG = np.array([choice.confidence_temperatures_G[:length] for choice in choices])
+    np.divide(logits_RG, drafted_RG, out=drafted_RG)
+    drafted_RG = 0.5 + 0.5 * np.tanh(0.5 * drafted_RG)
+    if len(drafting) == num_rows:
+        return drafted_RG
     confidences_RG = np.zeros((num_rows, length))
-    confidences_RG[list(drafting)] = 0.5 + 0.5 * np.tanh(0.5 * scaled_RG)  # the logistic function, without overflow
+    confidences_RG[list(drafting)] = drafted_RG
     return confidences_RG

@@ -73,6 +73,7 @@ class BlockTables:
         self.tables_SB = self._tensor(self._host_SB)  # the same memory on a CPU
         self._blocks: list[list[int]] = [[] for _ in range(num_slots)]
         self._first_rows: list[int | None] = [None] * num_slots
+        self._last_places: tuple[tuple[Segment, ...], Places] | None = None  # a drafter asks for what its target did
 
     @property
     def num_rows(self) -> int:
@@ -101,6 +102,7 @@ class BlockTables:
                 f"slot {slot} would get {len(blocks)} blocks, its max_length {self.max_length} needs no more than "
                 f"{self._host_SB.shape[1]}"
             )
+        self._last_places = None
         new, old = list(blocks), self._blocks[slot]
         same = min(len(new), len(old))
         if new[:same] != old[:same]:
@@ -126,24 +128,32 @@ class BlockTables:
 
     def places(self, segments: Sequence[Segment]) -> Places:
         """Where the tokens of ``segments`` sit; they must be within the capacities of their slots."""
-        # In numpy: a torch operation takes several times as long on so few numbers, more than once in every step.
+        key = tuple(segments)
+        if self._last_places is None or self._last_places[0] != key:
+            self._last_places = key, self._find(key)
+        return self._last_places[1]
+
+    def _find(self, segments: Sequence[Segment]) -> Places:
+        # In numpy: a torch operation takes several times as long on so few numbers.
         last_position = max(segment.end for segment in segments) - 1
         if len(segments) == 1:
             segment = segments[0]
+            positions_N = np.arange(segment.start, segment.end)
+            slots_N = np.full(segment.length, segment.slot)
             first_row = self._first_rows[segment.slot]
             if first_row is not None:
                 return Places(
-                    slots_N=self._tensor(np.full(segment.length, segment.slot, np.int64)),
-                    positions_N=self._tensor(np.arange(segment.start, segment.end, dtype=np.int64)),
+                    slots_N=self._tensor(slots_N),
+                    positions_N=self._tensor(positions_N),
                     rows=slice(first_row + segment.start, first_row + segment.end),
                     last_position=last_position,
                 )
-        lengths = np.array([segment.length for segment in segments])
-        starts = np.array([segment.start for segment in segments])
-        slots_N = np.array([segment.slot for segment in segments]).repeat(lengths)
-        # A token's position is its index in the batch plus what its segment's first token is ahead of that.
-        ahead = starts - (lengths.cumsum() - lengths)
-        positions_N = np.arange(len(slots_N)) + ahead.repeat(lengths)
+        else:
+            lengths = np.array([segment.length for segment in segments])
+            starts = np.array([segment.start for segment in segments])
+            slots_N = np.array([segment.slot for segment in segments]).repeat(lengths)
+            # A token's position is its index in the batch plus what its segment's first token is ahead of that.
+            positions_N = np.arange(len(slots_N)) + (starts - (lengths.cumsum() - lengths)).repeat(lengths)
         rows_N = self._host_SB[slots_N, positions_N // BLOCK_SIZE] * np.int64(BLOCK_SIZE) + positions_N % BLOCK_SIZE
         return Places(
             slots_N=self._tensor(slots_N),

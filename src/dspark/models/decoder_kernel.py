@@ -96,7 +96,7 @@ class DecoderKernel:
 
         Args:
             x_NH: float32, is written to.
-            ropes: float32 tables ``[P, D]`` of full and of sliding layers (:meth:`~dspark.models.rope.RopeTable.table`).
+            ropes: float32 tables ``[P, D]`` (:meth:`~dspark.models.rope.RopeTable.table`).
 
         Raises:
             ValueError: the cache is another model's, or its tables name what it has not.

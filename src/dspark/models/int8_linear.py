@@ -90,7 +90,7 @@ class GroupedInt8Linear:
 
 
 def new_counters(phases: int, threads: int) -> tuple[npt.NDArray[np.uint8], int]:
-    """Memory for the counters of so many phases, and where they begin: one line that numbers the threads, then theirs."""
+    """Memory for the counters of so many phases, and where they begin: one that numbers the threads, then theirs."""
     counters = np.zeros(LINE * (phases * (threads + 1) + 2), np.uint8)
     return counters, (counters.ctypes.data + LINE - 1) // LINE * LINE
 
