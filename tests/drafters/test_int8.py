@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
 from dspark.drafters import DSparkDrafter, TrainableDrafter, draft_kernel
 from dspark.drafters.checkpoint import load_drafter, save_drafter
 from dspark.drafters.dspark import MOST_WAITING
-from dspark.drafters.protocol import greedy_sampler
+from dspark.drafters.protocol import DraftSampler, PlainSampler
 from dspark.models.int8_intrinsics import has_dot_products
 from tests.drafters.conftest import Context, FakeTarget
 from tests.drafters.test_kinds import Forced, extend, fill
@@ -110,29 +111,54 @@ def test_a_drafter_that_cannot_is_loaded_in_its_own_type_and_refuses(
         assert load_drafter(tmp_path / variant, target).compute_dtype == "float32"
 
 
-def by_turns(position: int, logits_RD: torch.Tensor, tokens_Rk: torch.Tensor) -> tuple[torch.Tensor, None]:
-    """Greedy, but not `greedy_sampler` itself: tokens are drawn one after the other."""
-    return greedy_sampler(position, logits_RD, tokens_Rk)
+def greedy(num_rows: int) -> PlainSampler:
+    return PlainSampler(temperatures_R=(0.0,) * num_rows, uniforms_RG=np.empty((num_rows, 0)))
+
+
+def by_turns(sampler: PlainSampler) -> DraftSampler:
+    """The same draws, but nothing that a drafter could know a faster way for."""
+    return sampler.__call__
 
 
 @pytest.mark.parametrize("variant", HEADS)
 @pytest.mark.parametrize("reduced", [False, True])
 @pytest.mark.parametrize("num_tokens", [1, 3, 4])
-def test_greedy_blocks_of_one_call_are_those_drawn_by_turns(
-    variant: str, reduced: bool, num_tokens: int, drafter_of: DrafterOf, context_of: ContextOf
+@pytest.mark.parametrize("temperatures", [(0.0, 0.0, 0.0), (1.0, 0.6, 2.0), (0.0, 3.0, 0.0)])
+def test_blocks_of_one_call_are_those_drawn_by_turns(
+    variant: str,
+    reduced: bool,
+    num_tokens: int,
+    temperatures: tuple[float, ...],
+    drafter_of: DrafterOf,
+    context_of: ContextOf,
 ) -> None:
     drafter = wide(drafter_of, variant, reduced=reduced)
     drafter.compute_in_int8()
     cache = fill(drafter, {2: context_of(drafter, 30), 0: context_of(drafter, 3), 1: context_of(drafter, 9)}, 4, 50)
+    uniforms_RG = np.random.default_rng(0).random((3, 4))
+    sampler = PlainSampler(temperatures_R=temperatures, uniforms_RG=uniforms_RG)
     slots, anchors = [2, 0, 1], torch.tensor([7, 1, 52])
-    block = drafter.propose(cache, slots, anchors, greedy_sampler, num_tokens)
-    expected = drafter.propose(cache, slots, anchors, by_turns, num_tokens)
+    block = drafter.propose(cache, slots, anchors, sampler, num_tokens)
+    expected = drafter.propose(cache, slots, anchors, by_turns(sampler), num_tokens)
     assert torch.equal(block.tokens_RG, expected.tokens_RG)
-    assert (
-        num_tokens < 4 or len(block.tokens_RG.unique()) > 2
-    )  # not the same few tokens everywhere, as of a drafter that sees nothing
-    assert block.probs_RGD is None
+    assert num_tokens < 4 or len(block.tokens_RG.unique()) > 2  # not the same few tokens everywhere
+    assert (block.probs_RGD is None) == sampler.is_greedy
+    if block.probs_RGD is not None:
+        torch.testing.assert_close(block.probs_RGD, expected.probs_RGD)
+        sums_R = torch.tensor([float(temperature > 0) for temperature in temperatures])
+        torch.testing.assert_close(block.probs_RGD.sum(-1), sums_R[:, None].expand(-1, num_tokens))
     torch.testing.assert_close(block.confidence_logits_RG, expected.confidence_logits_RG)
+
+
+def test_weights_that_are_no_numbers_are_an_error(drafter_of: DrafterOf, context_of: ContextOf) -> None:
+    drafter = wide(drafter_of, "vanilla")
+    with torch.no_grad():
+        drafter.norm.weight.fill_(torch.nan)
+    drafter.compute_in_int8()
+    cache = fill(drafter, {0: context_of(drafter, 20)})
+    sampler = PlainSampler(temperatures_R=(1.0,), uniforms_RG=np.zeros((1, 4)))
+    with pytest.raises(ValueError, match="no finite maximum"):
+        drafter.propose(cache, [0], torch.tensor([7]), sampler)
 
 
 def test_greedy_blocks_without_a_confidence_head_or_without_its_embedding(
@@ -142,8 +168,8 @@ def test_greedy_blocks_without_a_confidence_head_or_without_its_embedding(
         drafter = wide(drafter_of, "vanilla", **changes)
         drafter.compute_in_int8()
         cache = fill(drafter, {0: context_of(drafter, 20)})
-        block = drafter.propose(cache, [0], torch.tensor([7]), greedy_sampler)
-        expected = drafter.propose(cache, [0], torch.tensor([7]), by_turns)
+        block = drafter.propose(cache, [0], torch.tensor([7]), greedy(1))
+        expected = drafter.propose(cache, [0], torch.tensor([7]), by_turns(greedy(1)))
         assert torch.equal(block.tokens_RG, expected.tokens_RG)
         assert (block.confidence_logits_RG is None) == ("confidence" in changes)
         if block.confidence_logits_RG is not None:
@@ -161,9 +187,9 @@ def test_a_greedy_block_has_the_same_bits_alone_and_in_company(
     torch.set_num_threads(threads)
     try:
         cache = fill(drafter, contexts, 11, 50)
-        together = drafter.propose(cache, list(contexts), torch.arange(11), greedy_sampler)
+        together = drafter.propose(cache, list(contexts), torch.arange(11), greedy(11))
         for slot, context in contexts.items():
-            alone = drafter.propose(fill(drafter, {0: context}), [0], torch.tensor([slot]), greedy_sampler)
+            alone = drafter.propose(fill(drafter, {0: context}), [0], torch.tensor([slot]), greedy(1))
             assert torch.equal(alone.tokens_RG[0], together.tokens_RG[slot])
             assert alone.confidence_logits_RG is not None
             assert together.confidence_logits_RG is not None
@@ -187,14 +213,14 @@ def test_context_that_waits_in_parts_is_as_if_it_came_at_once(drafter_of: Drafte
     extend(drafter, cache, {0: (30, context.cut(30, 60))})
     assert cache.num_waiting == 80
     anchor = torch.tensor([9])
-    drafter.propose(cache, [0], anchor, greedy_sampler)
+    drafter.propose(cache, [0], anchor, greedy(1))
     assert cache.num_waiting == 0
     extend(drafter, cache, {0: (60, context.cut(60))})
     rows = slice(0, len(context.tokens_N))
-    drafter.propose(cache, [0], anchor, greedy_sampler)
+    drafter.propose(cache, [0], anchor, greedy(1))
     assert torch.equal(cache.keys[:, :, rows], expected.keys[:, :, rows])
     assert torch.equal(cache.values[:, :, rows], expected.values[:, :, rows])
-    drafter.propose(cache, [0], anchor, greedy_sampler)  # nothing waits
+    drafter.propose(cache, [0], anchor, greedy(1))  # nothing waits
 
 
 def test_int8_context_still_waits_after_an_error(
@@ -204,7 +230,7 @@ def test_int8_context_still_waits_after_an_error(
     drafter.compute_in_int8()
     context = context_of(drafter, 12)
     cache = fill(drafter, {0: context})
-    expected = drafter.propose(fill(drafter, {0: context}), [0], torch.tensor([9]), greedy_sampler)
+    expected = drafter.propose(fill(drafter, {0: context}), [0], torch.tensor([9]), greedy(1))
 
     def fail(*arguments: object) -> bool:
         raise MemoryError
@@ -212,6 +238,6 @@ def test_int8_context_still_waits_after_an_error(
     with monkeypatch.context() as patch:
         patch.setattr(draft_kernel, "run_together", fail)
         with pytest.raises(MemoryError):
-            drafter.propose(cache, [0], torch.tensor([9]), greedy_sampler)
+            drafter.propose(cache, [0], torch.tensor([9]), greedy(1))
     assert cache.num_waiting == 12
-    assert torch.equal(drafter.propose(cache, [0], torch.tensor([9]), greedy_sampler).tokens_RG, expected.tokens_RG)
+    assert torch.equal(drafter.propose(cache, [0], torch.tensor([9]), greedy(1)).tokens_RG, expected.tokens_RG)

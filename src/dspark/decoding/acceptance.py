@@ -24,6 +24,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from dspark.decoding.compiled import residual, row_masses
 from dspark.decoding.sampling import sample_from
 from dspark.decoding.transforms import columns_of
 
@@ -153,6 +154,11 @@ def residual_probs(target_probs_V: Tensor, draft_probs_D: Tensor, draft_token_id
     max(q - p, 0) and is positive. If rounding leaves none (p and q equal but for last bits), p itself is returned: such
     a rejection has a probability of the order of 1e-16, and what is emitted then is still a sample of the target.
     """
+    kinds = (torch.float32, torch.float64)
+    if target_probs_V.is_cpu and target_probs_V.dtype in kinds and draft_probs_D.dtype in kinds:
+        ids_D = None if draft_token_ids_D is None else draft_token_ids_D.cpu().numpy()
+        p_V, q_D = target_probs_V.detach().contiguous(), draft_probs_D.detach().cpu().contiguous()
+        return torch.from_numpy(residual(p_V.numpy(), q_D.numpy(), ids_D))
     p_V = target_probs_V.to(torch.float64)
     q_D = draft_probs_D.to(torch.float64)
     p_V = p_V / p_V.sum()
@@ -258,13 +264,17 @@ def _checked_sums(probs_NV: Tensor, name: str) -> list[float]:
     """Sums of the rows, off by less than ``_SUM_PRECISION`` of themselves; an error where a row is no distribution."""
     if len(probs_NV) == 0:
         return []
-    sums_N = probs_NV.sum(dim=-1, dtype=torch.promote_types(probs_NV.dtype, torch.float32))
-    is_distribution = ((sums_N - 1).abs() <= _SUM_TOLERANCE) & (probs_NV.amin(dim=-1) >= 0)  # NaN fails both
-    if not bool(is_distribution.all()):
-        row = int((~is_distribution).nonzero()[0])
+    if probs_NV.is_cpu and probs_NV.dtype in (torch.float32, torch.float64):
+        sums_N, smallest_N = row_masses(probs_NV.detach().contiguous().numpy())
+    else:
+        sums_N = probs_NV.sum(dim=-1, dtype=torch.promote_types(probs_NV.dtype, torch.float32)).cpu().numpy()
+        smallest_N = probs_NV.amin(dim=-1).float().cpu().numpy()
+    is_distribution = (abs(sums_N - 1) <= _SUM_TOLERANCE) & (smallest_N >= 0)  # NaN fails both
+    if not is_distribution.all():
+        row = int((~is_distribution).nonzero()[0][0])
         raise ValueError(
             f"{name}[{row}] is not a distribution: it sums to {float(sums_N[row]):.6g}, its smallest entry is "
-            f"{float(probs_NV[row].min()):.6g}; pass probabilities (token_probs), not logits"
+            f"{float(smallest_N[row]):.6g}; pass probabilities (token_probs), not logits"
         )
     sums: list[float] = sums_N.tolist()
     return sums

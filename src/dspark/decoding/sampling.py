@@ -8,9 +8,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from dspark.decoding.compiled import sample_row
 from dspark.decoding.noise import NOISE_BITS, gumbel_of_bits
 
 _CHUNK = 256
+_NO_MASS = "probs_RV has a row without positive finite mass (all zero, or NaN)"
 
 
 def argmax_rows(values_NV: Tensor) -> Tensor:
@@ -42,6 +44,12 @@ def sample_rows(probs_RV: Tensor, uniforms_R: Tensor) -> Tensor:
     uniforms_R1 = uniforms_R.to(probs_RV.device, torch.float64).unsqueeze(-1)
     if not bool(((uniforms_R1 >= 0) & (uniforms_R1 < 1)).all()):
         raise ValueError("uniforms_R has a number outside [0, 1)")
+    if probs_RV.is_cpu and probs_RV.dtype in (torch.float32, torch.float64):
+        rows = zip(probs_RV.detach().contiguous().numpy(), uniforms_R.tolist(), strict=True)
+        tokens = [sample_row(probs_V, uniform) for probs_V, uniform in rows]
+        if min(tokens, default=0) < 0:
+            raise ValueError(_NO_MASS)
+        return torch.tensor(tokens, dtype=torch.int64)
     # First which chunk of the row, then where in it: nine tenths of the cumulative sums are never needed.
     num_rows, num_columns = probs_RV.shape
     chunk = _CHUNK if num_columns % _CHUNK == 0 else num_columns
@@ -50,7 +58,7 @@ def sample_rows(probs_RV: Tensor, uniforms_R: Tensor) -> Tensor:
     cumulative_RC = mass_RC.cumsum(dim=-1)
     total_R1 = cumulative_RC[:, -1:].contiguous()
     if not bool((total_R1.isfinite() & (total_R1 > 0)).all()):
-        raise ValueError("probs_RV has a row without positive finite mass (all zero, or NaN)")
+        raise ValueError(_NO_MASS)
     wanted_R1 = uniforms_R1 * total_R1
     chunk_R1 = torch.searchsorted(cumulative_RC, wanted_R1, right=True).clamp_(max=mass_RC.shape[-1] - 1)
     rows_R = torch.arange(num_rows, device=probs_RV.device)
@@ -71,6 +79,11 @@ def _nearest_possible(probs_V: Tensor, token: int) -> int:
 
 def sample_from(probs_V: Tensor, uniform: float) -> int:
     """One token from one distribution [V] with one uniform number in [0, 1); see ``sample_rows``."""
+    if probs_V.is_cpu and probs_V.dtype in (torch.float32, torch.float64) and probs_V.dim() == 1 and 0 <= uniform < 1:
+        token = sample_row(probs_V.detach().contiguous().numpy(), uniform)
+        if token < 0:
+            raise ValueError(_NO_MASS)
+        return token
     return int(sample_rows(probs_V.unsqueeze(0), torch.tensor([uniform], dtype=torch.float64))[0])
 
 

@@ -73,6 +73,12 @@ class SamplingSettings:
         return self.temperature == 0
 
     @property
+    def is_temperature_alone(self) -> bool:
+        """Whether the distribution is the softmax of logits over a positive temperature, and nothing else."""
+        untouched = not self.logit_bias and not self.needs_history
+        return untouched and self.temperature > 0 and self.top_k is None and self.top_p == 1 and self.min_p == 0
+
+    @property
     def needs_history(self) -> bool:
         """Whether a penalty is on, so that the distribution depends on the tokens seen so far."""
         return self.repetition_penalty != 1 or self.presence_penalty != 0 or self.frequency_penalty != 0

@@ -20,14 +20,17 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from functools import lru_cache
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from dspark.decoding.compiled import softmax_rows
 from dspark.decoding.history import TokenHistory
 from dspark.decoding.settings import SamplingSettings
 
+_NO_MAXIMUM = "logits have no finite maximum in some row: they contain NaN or +inf, or logit_bias forbids every token"
 _NEAR_NATS = (8.0, 12.0, math.inf)
 _BUCKETS_PER_NAT = 64
 _NUM_BUCKETS = 32 * _BUCKETS_PER_NAT  # whatever is more than 32 nats (a factor 1e14) below the best shares the last one
@@ -44,7 +47,16 @@ def token_probs(
     Returns:
         Probabilities of the same shape; float64 for float64 logits, float32 otherwise. Excluded tokens have exactly 0.
     """
-    return warp_logits(logits, settings, history, token_ids_of_columns).softmax(dim=-1)
+    if not logits.is_cpu or logits.dtype != torch.float32:
+        return warp_logits(logits, settings, history, token_ids_of_columns).softmax(dim=-1)
+    scores, temperature = logits, settings.temperature
+    if not settings.is_temperature_alone or logits.dim() not in (1, 2) or logits.shape[-1] == 0:
+        scores, temperature = warp_logits(logits, settings, history, token_ids_of_columns), 1.0
+    scores_NV = scores.detach().reshape(-1, scores.shape[-1]).contiguous().numpy()
+    probs_NV, bad_row = softmax_rows(scores_NV, temperature)
+    if bad_row >= 0:
+        raise ValueError(_NO_MAXIMUM)
+    return torch.from_numpy(probs_NV).view(logits.shape)
 
 
 def warp_logits(
@@ -83,9 +95,7 @@ def warp_logits(
     scores_NV = _with_penalties(scores_NV, settings, history, token_ids_of_columns)
     best_N1 = scores_NV.amax(dim=-1, keepdim=True)  # NaN in a row reaches its maximum
     if not bool(best_N1.isfinite().all()):
-        raise ValueError(
-            "logits have no finite maximum in some row: they contain NaN or +inf, or logit_bias forbids every token"
-        )
+        raise ValueError(_NO_MAXIMUM)
     if settings.is_greedy:
         warped_NV = torch.full_like(scores_NV, -math.inf)
         warped_NV.scatter_(-1, scores_NV.argmax(dim=-1, keepdim=True), 0.0)
@@ -162,12 +172,18 @@ def columns_of(ids: Tensor, num_columns: int, token_ids_of_columns: Tensor | Non
     """The column of each target id, and whether it has one."""
     if token_ids_of_columns is None:
         return ids, ids < num_columns
-    token_ids_of_columns = token_ids_of_columns.to(ids.device)
-    num_ids = int(token_ids_of_columns.max()) + 1
-    column_of_id = ids.new_full((num_ids,), -1)
-    column_of_id[token_ids_of_columns] = torch.arange(num_columns, device=ids.device)
+    column_of_id = _column_of_id(token_ids_of_columns).to(ids.device)
+    num_ids = len(column_of_id)
     columns = torch.where(ids < num_ids, column_of_id[ids.clamp(max=num_ids - 1)], -1)
     return columns, columns >= 0
+
+
+@lru_cache(maxsize=8)
+def _column_of_id(token_ids_of_columns: Tensor) -> Tensor:
+    """For each id up to the largest its column, or -1: of a draft vocabulary, which every round asks for."""
+    column_of_id = token_ids_of_columns.new_full((int(token_ids_of_columns.max()) + 1,), -1)
+    column_of_id[token_ids_of_columns] = torch.arange(len(token_ids_of_columns), device=token_ids_of_columns.device)
+    return column_of_id
 
 
 def _only_top_k(scores_NV: Tensor, top_k: int) -> Tensor:

@@ -14,9 +14,9 @@ from torch import Tensor
 
 from dspark.drafters.backbone import DraftLayer, FusedWeights
 from dspark.drafters.cache import DrafterCache
-from dspark.drafters.draft_kernel import DraftKernel, DraftWeights
+from dspark.drafters.draft_kernel import DraftKernel, DraftWeights, Draws
 from dspark.drafters.layers import RopeTables, Rotation, project_taps, rms_norm
-from dspark.drafters.protocol import DraftBlock
+from dspark.drafters.protocol import DraftBlock, PlainSampler
 from dspark.drafters.sequential import corrected_logits
 from dspark.models.attention import AttentionPlan, attend
 from dspark.models.decoder_kernel import DecoderKernel
@@ -44,10 +44,10 @@ class DraftComputation(Protocol):
         """
         ...
 
-    def most_likely(
-        self, cache: DrafterCache, slots: Sequence[int], anchors_R: Tensor, count: int
+    def drawn(
+        self, cache: DrafterCache, slots: Sequence[int], anchors_R: Tensor, count: int, sampler: PlainSampler
     ) -> DraftBlock | None:
-        """What `greedy_sampler` would give, all tokens in one go; None if it has no way to do that."""
+        """Blocks as ``sampler`` draws them, all tokens in one go; None if it has no way to do that."""
         ...
 
     def corrected(self, base_RD: Tensor, features_Rr: Tensor) -> Tensor:
@@ -97,8 +97,8 @@ class FloatComputation:
         base_MD = F.linear(hidden_RGH.reshape(-1, hidden_RGH.shape[-1]), drafter.lm_head.weight).float()
         return hidden_RGH, base_MD.view(rows, count, -1)
 
-    def most_likely(
-        self, cache: DrafterCache, slots: Sequence[int], anchors_R: Tensor, count: int
+    def drawn(
+        self, cache: DrafterCache, slots: Sequence[int], anchors_R: Tensor, count: int, sampler: PlainSampler
     ) -> DraftBlock | None:
         return None
 
@@ -221,15 +221,19 @@ class Int8Computation:
         drafted = self._kernel.draft(cache, slots, self._embedded(anchors_R), self._num_inputs, count, None)
         return drafted.hidden_RGH, drafted.base_RGD
 
-    def most_likely(
-        self, cache: DrafterCache, slots: Sequence[int], anchors_R: Tensor, count: int
+    def drawn(
+        self, cache: DrafterCache, slots: Sequence[int], anchors_R: Tensor, count: int, sampler: PlainSampler
     ) -> DraftBlock | None:
         if self._has_other_head:
             return None
-        drafted = self._kernel.draft(cache, slots, self._embedded(anchors_R), self._num_inputs, count, anchors_R)
+        drafted = self._kernel.draft(
+            cache, slots, self._embedded(anchors_R), self._num_inputs, count, Draws(anchors_R, sampler)
+        )
         assert drafted.tokens_RG is not None, "they were asked for"
         return DraftBlock(
-            tokens_RG=drafted.tokens_RG, probs_RGD=None, confidence_logits_RG=drafted.confidence_logits_RG
+            tokens_RG=drafted.tokens_RG,
+            probs_RGD=drafted.probs_RGD,
+            confidence_logits_RG=drafted.confidence_logits_RG,
         )
 
     def corrected(self, base_RD: Tensor, features_Rr: Tensor) -> Tensor:

@@ -1,7 +1,7 @@
 """A DSpark drafter's part of a round in int8, as one call of compiled code, which threads share.
 
 The phases of a call (see `dspark.models.decoder_kernel`): keys and values of the context that waits, the draft layers
-over the blocks, base logits, and if it is wanted the most likely tokens one after the other, with their confidences.
+over the blocks, base logits, and if it is wanted tokens, drawn one after the other, with their confidences.
 
 Shapes: N context tokens, T concatenated taps, R rows (requests), I inputs of a block, G draft tokens, H hidden, D
 draft vocabulary, V target ids, r rank.
@@ -9,18 +9,22 @@ draft vocabulary, V target ids, r rank.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from numba import njit
 from numba.np.numpy_support import carray
 from torch import Tensor
 
+from dspark.decoding.compiled import draw, softmax_of
 from dspark.drafters.cache import DrafterCache
+from dspark.drafters.protocol import PlainSampler
 from dspark.models.attention import AttentionPlan
 from dspark.models.compiling import SOURCE, remembered
 from dspark.models.decoder_kernel import OUTSIDE, DecoderKernel, quantise_rows, run_layers
@@ -32,11 +36,13 @@ from dspark.models.row_kernels import add_row, copy_row, norm_row, rotate_head
 from dspark.models.threads import run_together
 from dspark.models.vector_intrinsics import pointer
 
-__all__ = ["DraftKernel", "DraftWeights", "DraftedBlocks"]
+__all__ = ["DraftKernel", "DraftWeights", "DraftedBlocks", "Draws"]
 
 _CONTEXT_PHASES = 5
 _PHASES_BESIDE_LAYERS = 4
 _PHASES_A_TOKEN = 3
+
+Floats = npt.NDArray[Any]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,14 +81,23 @@ class DraftedBlocks:
     Attributes:
         hidden_RGH: backbone states of the predicting slots.
         base_RGD: base logits.
-        tokens_RG: the most likely tokens, one after the other, as target ids; None if they were not asked for.
-        confidence_logits_RG: of those; None without a confidence head.
+        tokens_RG: tokens, drawn one after the other, as target ids; None if they were not asked for.
+        probs_RGD: what they were drawn from, zero in greedy rows; None if all are.
+        confidence_logits_RG: of those, if there are any; None without a confidence head.
     """
 
     hidden_RGH: Tensor
     base_RGD: Tensor
     tokens_RG: Tensor | None
+    probs_RGD: Tensor | None
     confidence_logits_RG: Tensor | None
+
+
+class Draws(NamedTuple):
+    """Tokens to be drawn after anchors."""
+
+    anchors_R: Tensor
+    sampler: PlainSampler
 
 
 class DraftKernel:
@@ -116,7 +131,7 @@ class DraftKernel:
 
     def draft(
         self, cache: DrafterCache, slots: Sequence[int], anchors_RH: Tensor, num_inputs: int, count: int,
-        anchors_R: Tensor | None,
+        draws: Draws | None,
     ) -> DraftedBlocks:  # fmt: skip
         """Blocks behind the context of ``slots``, that which waits included.
 
@@ -124,51 +139,65 @@ class DraftKernel:
             anchors_RH: embeddings of the anchors.
             num_inputs: I.
             count: draft tokens G wanted.
-            anchors_R: the anchors themselves, to get the most likely tokens too; or None.
+            draws: to get tokens too; or None.
         """
         weights, threads = self._weights, torch.get_num_threads()
-        rows, hidden = len(slots), anchors_RH.shape[1]
+        rows, hidden, size = len(slots), anchors_RH.shape[1], weights.lm_head.size_out
+        num_slots = rows * count
         plan = AttentionPlan(cache.blocks(slots, num_inputs), cache, causal=False)
         x_NH = torch.empty(rows * num_inputs, hidden)
         rope = self._rope.table(plan.places.last_position)
         layers = self._layers.prepare(x_NH, (rope, rope), plan, cache, ())
         context, context_memory = self._context(cache)
-        num_slots, groups = rows * count, weights.lm_head.packed.shape[1]
-        correction_width = 0
-        if weights.w2 is not None:
-            groups, correction_width = max(groups, weights.w2.packed.shape[1]), weights.w2.padded_out
+        groups = max(linear.packed.shape[1] for linear in (weights.lm_head, weights.w2) if linear is not None)
+        correction_width = 0 if weights.w2 is None else weights.w2.padded_out
         scratch = torch.empty(num_slots * groups * (GROUP // 4 + 2) + rows * correction_width)
-        hidden_MH = torch.empty(num_slots, hidden)
-        base_MD = torch.empty(num_slots, weights.lm_head.padded_out)
+        q_at, correction_at = scratch.data_ptr(), scratch.data_ptr() + num_slots * groups * (GROUP + 8)
+        hidden_MH, base_MD = torch.empty(num_slots, hidden), torch.empty(num_slots, weights.lm_head.padded_out)
         known = np.empty((rows, count + 1), np.int64)
-        if anchors_R is not None:
-            known[:, 0] = anchors_R.numpy()
         confidences_M = torch.empty(num_slots)
-        heads = (
-            anchors_RH.data_ptr(), weights.mask_embedding_H.data_ptr(), x_NH.data_ptr(), layers.out_NH.data_ptr(), rows,
-            num_inputs, self._block_size, count, hidden, hidden_MH.data_ptr(), *_addresses(weights.lm_head),
-            weights.lm_head.size_out, scratch.data_ptr(), base_MD.data_ptr(),
-            0 if anchors_R is None else known.ctypes.data, _address(weights.draft_token_ids_D),
-            _address(self._features_V), self._num_tokens, *_addresses(weights.w2),
-            scratch.data_ptr() + num_slots * groups * (GROUP + 8), _address(weights.confidence_H),
-            _address(weights.confidence_V), confidences_M.data_ptr(),
+        scales_R, uniforms_RG, probs_MD = _draws(draws, rows, count, size)
+        if draws is not None:
+            known[:, 0] = draws.anchors_R.numpy()
+        arguments = (
+            context,
+            (anchors_RH.data_ptr(), weights.mask_embedding_H.data_ptr(), rows, num_inputs, hidden, x_NH.data_ptr()),
+            layers.arguments,
+            (
+                layers.out_NH.data_ptr(), rows, num_inputs, self._block_size, count, hidden, hidden_MH.data_ptr(), q_at,
+                *_addresses(weights.lm_head), base_MD.data_ptr(),
+            ),
+            (
+                base_MD.data_ptr(), base_MD.shape[1], size, rows, count, known.ctypes.data, scales_R.ctypes.data,
+                uniforms_RG.ctypes.data, _address(probs_MD), _address(weights.draft_token_ids_D),
+                _address(self._features_V), self._num_tokens, *_addresses(weights.w2), correction_at, q_at,
+            ),
+            (
+                hidden_MH.data_ptr(), hidden, rows, count, known.ctypes.data, _address(weights.confidence_H),
+                _address(weights.confidence_V), self._num_tokens, confidences_M.data_ptr(),
+            ),
+            draws is not None,
+            weights.confidence_H is not None,
         )  # fmt: skip
         phases = _CONTEXT_PHASES + layers.phases + _PHASES_BESIDE_LAYERS + _PHASES_A_TOKEN * count
         counters, counters_at = new_counters(phases, threads)
         kernel = self._kernel
-        memory = (self, cache, anchors_RH, layers, context_memory, scratch, hidden_MH, base_MD, known, confidences_M)
-        if not run_together(
-            lambda: kernel(context, layers.arguments, heads, counters_at, threads), threads, (memory, counters)
-        ):
+        memory = (
+            self, cache, anchors_RH, layers, context_memory, scratch, hidden_MH, base_MD, known, confidences_M,
+            scales_R, uniforms_RG, probs_MD, counters,
+        )  # fmt: skip
+        if not run_together(lambda: kernel(*arguments, counters_at, threads), threads, memory):
             raise ValueError(OUTSIDE)
         cache.waiting = []
-        is_greedy = anchors_R is not None
-        has_confidence = is_greedy and weights.confidence_H is not None
+        if draws is not None and known.min() < 0:
+            raise ValueError("the drafter's logits have no finite maximum: its weights hold NaN or infinity")
+        has_confidences = draws is not None and weights.confidence_H is not None
         return DraftedBlocks(
             hidden_RGH=hidden_MH.view(rows, count, hidden),
-            base_RGD=base_MD[:, : weights.lm_head.size_out].unflatten(0, (rows, count)),
-            tokens_RG=torch.from_numpy(known)[:, 1:] if is_greedy else None,
-            confidence_logits_RG=confidences_M.view(rows, count) if has_confidence else None,
+            base_RGD=base_MD[:, :size].unflatten(0, (rows, count)),
+            tokens_RG=None if draws is None else torch.from_numpy(known)[:, 1:],
+            probs_RGD=None if probs_MD is None else probs_MD.view(rows, count, size),
+            confidence_logits_RG=confidences_M.view(rows, count) if has_confidences else None,
         )
 
     def _context(self, cache: DrafterCache) -> tuple[tuple[object, ...], tuple[object, ...]]:
@@ -192,6 +221,19 @@ class DraftKernel:
             cache.keys.data_ptr(), cache.values.data_ptr(), cache.tables.num_rows, *places.tolist(),
         )  # fmt: skip
         return arguments, (taps_NT, positions_N, token_rows_N, rope, scratch)
+
+
+def _draws(draws: Draws | None, rows: int, count: int, size: int) -> tuple[Floats, Floats, Tensor | None]:
+    """What the exponents of 2 in each row's softmax are scaled by (0: the most likely token), uniforms, room for it."""
+    if draws is None or draws.sampler.is_greedy:
+        return np.zeros(rows, np.float32), np.empty((0, 0)), None
+    temperatures_R = np.array(draws.sampler.temperatures_R)
+    scales_R = np.zeros(rows, np.float32)
+    np.divide(math.log2(math.e), temperatures_R, out=scales_R, where=temperatures_R > 0, casting="same_kind")
+    probs_RGD = torch.empty(rows, count, size)
+    for row in np.flatnonzero(temperatures_R == 0).tolist():
+        probs_RGD[row] = 0.0
+    return scales_R, np.ascontiguousarray(draws.sampler.uniforms_RG[:, :count]), probs_RGD.flatten(0, 1)
 
 
 def _joined(parts: Sequence[Tensor], nothing: Tensor) -> Tensor:
@@ -286,11 +328,11 @@ def _embed(
 
 
 @njit(error_model="numpy")  # type: ignore[untyped-decorator]
-def _quantise_slots(
+def _base_logits(
     out_at: int, rows: int, inputs: int, block_size: int, count: int, hidden: int, hidden_at: int, q_at: int,
-    counters_at: int, threads: int,
+    lm_head_at: int, groups: int, bias_at: int, width: int, base_at: int, counters_at: int, threads: int, thread: int,
 ) -> Any:  # fmt: skip
-    """One phase: the states of the wanted slots side by side, and quantised."""
+    """The phases from the last layer to base logits: the states of the wanted slots side by side, and their product."""
     while True:
         slot = take(counters_at)
         if slot >= rows * count:
@@ -299,7 +341,8 @@ def _quantise_slots(
         copy_row(out_at + source * hidden * 4, hidden_at + slot * hidden * 4, hidden)
         quantise(hidden_at + slot * hidden * 4, slot, rows * count, hidden, q_at)
         finish(counters_at, 1)
-    return wait(counters_at, rows * count, threads)
+    at = wait(counters_at, rows * count, threads)
+    return multiply(q_at, rows * count, groups, lm_head_at, bias_at, base_at, width, at, threads, thread)
 
 
 @njit(error_model="numpy")  # type: ignore[untyped-decorator]
@@ -321,21 +364,17 @@ def _copy_features(
         )
 
 
-@njit(fastmath={"nnan", "nsz"}, error_model="numpy")  # type: ignore[untyped-decorator]
-def _largest(values: Any) -> Any:
-    largest = values[0]
-    for i in range(1, len(values)):
-        largest = max(largest, values[i])
-    return largest
-
-
 @njit(error_model="numpy")  # type: ignore[untyped-decorator]
 def _most_likely(logits_at: int, size: int) -> int:
     """The column of the largest number, of equal ones the first."""
+    bits = carray(pointer(logits_at), size, np.int32)
+    largest = np.int32(-(2**31))
+    for i in range(size):  # as whole numbers in the same order, which takes a fifth of the time
+        largest = max(largest, np.int32(bits[i] ^ ((bits[i] >> 31) & 0x7FFFFFFF)))
+    value = np.int32(largest ^ ((largest >> 31) & 0x7FFFFFFF)).view(np.float32)
     logits = carray(pointer(logits_at), size, np.float32)
-    largest = _largest(logits)
     for i in range(size):
-        if logits[i] == largest:
+        if logits[i] == value:
             return i
     return 0
 
@@ -349,13 +388,14 @@ def _dot(x: Any, y: Any) -> Any:
 
 
 @njit(error_model="numpy")  # type: ignore[untyped-decorator]
-def _take_most_likely(
-    base_at: int, base_width: int, size: int, rows: int, count: int, known_at: int, draft_ids_at: int, features_at: int,
-    num_tokens: int, w2_at: int, w2_groups: int, w2_bias_at: int, w2_width: int, correction_at: int, q_at: int,
-    counters_at: int, threads: int, thread: int,
+def _draw_tokens(
+    base_at: int, base_width: int, size: int, rows: int, count: int, known_at: int, scales_at: int, uniforms_at: int,
+    probs_at: int, draft_ids_at: int, features_at: int, num_tokens: int, w2_at: int, w2_groups: int, w2_bias_at: int,
+    w2_width: int, correction_at: int, q_at: int, counters_at: int, threads: int, thread: int,
 ) -> Any:  # fmt: skip
-    """The phases of greedy drafting: each token in turn, with the correction by the one before it (SPEC eq. 4)."""
+    """The phases of drawing: each token in turn, with the correction by the one before it (SPEC eq. 4)."""
     known = carray(pointer(known_at), (rows, count + 1), np.int64)
+    scales = carray(pointer(scales_at), rows, np.float32)
     at = counters_at
     for k in range(count):
         if w2_at != 0:
@@ -363,7 +403,7 @@ def _take_most_likely(
                 row = take(at)
                 if row >= rows:
                     break
-                _copy_features(features_at, num_tokens, known[row, k], row, rows, w2_groups, q_at)
+                _copy_features(features_at, num_tokens, max(known[row, k], 0), row, rows, w2_groups, q_at)
                 finish(at, 1)
             at = wait(at, rows, threads)
             at = multiply(q_at, rows, w2_groups, w2_at, w2_bias_at, correction_at, w2_width, at, threads, thread)
@@ -377,7 +417,13 @@ def _take_most_likely(
                 add_row(corrected_at, logits_at, size)
                 logits_at = corrected_at
             column = _most_likely(logits_at, size)
-            if draft_ids_at != 0:
+            if scales[row] != 0.0:
+                logits = carray(pointer(logits_at), size, np.float32)
+                probs = carray(pointer(probs_at + (row * count + k) * size * 4), size, np.float32)
+                uniform = carray(pointer(uniforms_at), (rows, count), np.float64)[row, k]
+                is_distribution = softmax_of(logits, logits[column], scales[row], probs)
+                column = draw(probs, uniform) if is_distribution else -1
+            if draft_ids_at != 0 and column >= 0:
                 column = carray(pointer(draft_ids_at), size, np.int64)[column]
             known[row, k + 1] = column
             finish(at, 1)
@@ -406,51 +452,21 @@ def _take_confidences(
     return wait(counters_at, rows, threads)
 
 
-@njit(error_model="numpy")  # type: ignore[untyped-decorator]
-def _draft_heads(
-    hidden_at: int, hidden: int, rows: int, inputs: int, block_size: int, count: int, out_at: int, lm_head_at: int,
-    lm_head_groups: int, lm_head_bias_at: int, base_width: int, size: int, q_at: int, base_at: int, known_at: int,
-    draft_ids_at: int, features_at: int, num_tokens: int, w2_at: int, w2_groups: int, w2_bias_at: int, w2_width: int,
-    correction_at: int, weight_at: int, of_tokens_at: int, confidences_at: int, counters_at: int, threads: int,
-    thread: int,
-) -> None:  # fmt: skip
-    """The phases behind the layers."""
-    at = _quantise_slots(
-        out_at, rows, inputs, block_size, count, hidden, hidden_at, q_at, counters_at, threads
-    )  # fmt: skip
-    at = multiply(
-        q_at, rows * count, lm_head_groups, lm_head_at, lm_head_bias_at, base_at, base_width, at, threads, thread
-    )
-    if known_at == 0:
-        return
-    at = _take_most_likely(
-        base_at, base_width, size, rows, count, known_at, draft_ids_at, features_at, num_tokens, w2_at, w2_groups,
-        w2_bias_at, w2_width, correction_at, q_at, at, threads, thread,
-    )  # fmt: skip
-    if weight_at != 0:
-        _take_confidences(
-            hidden_at, hidden, rows, count, known_at, weight_at, of_tokens_at, num_tokens, confidences_at, at, threads
-        )
-
-
 @lru_cache
 def _kernel(source: str = SOURCE) -> Callable[..., bool]:
-    def draft(context, layers, heads, counters_at, threads):  # type: ignore[no-untyped-def]
+    def draft(  # type: ignore[no-untyped-def]
+        context, inputs, layers, heads, draws, confidences, wants_tokens, wants_confidences, counters_at, threads
+    ):
         _ = source
-        (
-            anchors_at, mask_at, x_at, out_at, rows, inputs, block_size, count, hidden, hidden_at, lm_head_at,
-            lm_head_groups, lm_head_bias_at, base_width, size, q_at, base_at, known_at, draft_ids_at, features_at,
-            num_tokens, w2_at, w2_groups, w2_bias_at, w2_width, correction_at, weight_at, of_tokens_at, confidences_at,
-        ) = heads  # fmt: skip
         thread = add_atomically(counters_at, 1)
         at = _write_context(*context, counters_at + LINE, threads, thread)
-        at = _embed(anchors_at, mask_at, rows, inputs, hidden, x_at, at, threads)
+        at = _embed(*inputs, at, threads)
         understood, at = run_layers(*layers, at, threads, thread)
-        _draft_heads(
-            hidden_at, hidden, rows, inputs, block_size, count, out_at, lm_head_at, lm_head_groups, lm_head_bias_at,
-            base_width, size, q_at, base_at, known_at, draft_ids_at, features_at, num_tokens, w2_at, w2_groups,
-            w2_bias_at, w2_width, correction_at, weight_at, of_tokens_at, confidences_at, at, threads, thread,
-        )  # fmt: skip
+        at = _base_logits(*heads, at, threads, thread)
+        if wants_tokens:
+            at = _draw_tokens(*draws, at, threads, thread)
+            if wants_confidences:
+                _take_confidences(*confidences, at, threads)
         return understood
 
     kernel: Callable[..., bool] = remembered(draft)

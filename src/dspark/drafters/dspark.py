@@ -22,7 +22,7 @@ from dspark.drafters.draft_model import DraftModel
 from dspark.drafters.dspark_config import DSparkConfig
 from dspark.drafters.layers import RopeTables, project_taps, rms_norm
 from dspark.drafters.packing import BlockLayout, PackedBlocks
-from dspark.drafters.protocol import DraftBlock, DraftSampler, greedy_sampler, stack_distributions
+from dspark.drafters.protocol import DraftBlock, DraftSampler, PlainSampler, stack_distributions
 from dspark.drafters.sequential import HEADS, SequentialHead, corrected_logits, embed_previous
 from dspark.models.block_tables import BlockTables
 from dspark.models.int8_intrinsics import has_dot_products
@@ -148,8 +148,8 @@ class DSparkDrafter(DraftModel):
         """Draft the tokens after each row's anchor, which sits at the position that the slot's length names.
 
         The backbone always sees a whole block: its slots attend to each other, so that fewer inputs would change what
-        is predicted. With `num_tokens` below the block size only the heads do less. `greedy_sampler` may be left out
-        for a faster way to the same tokens.
+        is predicted. With `num_tokens` below the block size only the heads do less. A `PlainSampler` is not called
+        where there is a faster way to the same tokens.
 
         Args:
             cache: Context of the slots; its scratch rows are overwritten, its lengths stay.
@@ -162,8 +162,8 @@ class DSparkDrafter(DraftModel):
             ValueError: for a wrong number of tokens, rows or slots.
         """
         count = check_proposal(slots, anchors_R, num_tokens, self.block_size)
-        if sample is greedy_sampler:
-            block = self._computation.most_likely(cache, slots, anchors_R, count)
+        if isinstance(sample, PlainSampler):
+            block = self._computation.drawn(cache, slots, anchors_R, count, sample)
             if block is not None:
                 return block
         hidden_RGH, base_RGD = self._computation.blocks(cache, slots, anchors_R, count)

@@ -6,11 +6,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
 from dspark.calibration.calibration import Calibration
-from dspark.decoding import argmax_rows
+from dspark.decoding import SamplingSettings, argmax_rows, sample_rows, token_probs
 from dspark.drafters.cache import DrafterCache
 from dspark.models.block_tables import BlockTables
 from dspark.types import Segment
@@ -131,8 +133,40 @@ class DraftTarget(Protocol):
     def lm_head_weight_VH(self) -> Tensor: ...
 
 
+@dataclass(frozen=True, kw_only=True)
+class PlainSampler:
+    """The `DraftSampler` of rows that go by temperature alone; a drafter may know a faster way to the same tokens.
+
+    Attributes:
+        temperatures_R: 0 for the most likely token, ties to the lowest id.
+        uniforms_RG: what tokens of the other rows are drawn with, by inverse CDF, in [0, 1); for each wanted token.
+    """
+
+    temperatures_R: tuple[float, ...]
+    uniforms_RG: npt.NDArray[np.float64]
+
+    @property
+    def is_greedy(self) -> bool:
+        """Whether no row needs a distribution."""
+        return not any(self.temperatures_R)
+
+    def __call__(self, position: int, logits_RD: Tensor, tokens_Rk: Tensor) -> tuple[Tensor, Tensor | None]:
+        """Distributions of greedy rows are zero; None if all are."""
+        if self.is_greedy:
+            return argmax_rows(logits_RD), None
+        columns, probs = [], []
+        for row, temperature in enumerate(self.temperatures_R):
+            if temperature == 0:
+                columns.append(argmax_rows(logits_RD[row : row + 1]))
+                probs.append(torch.zeros_like(logits_RD[row : row + 1], dtype=torch.float32))
+            else:
+                probs.append(token_probs(logits_RD[row : row + 1], SamplingSettings(temperature=temperature)))
+                columns.append(sample_rows(probs[-1], torch.tensor(self.uniforms_RG[row, position : position + 1])))
+        return torch.cat(columns), torch.cat(probs)
+
+
 def greedy_sampler(position: int, logits_RD: Tensor, tokens_Rk: Tensor) -> tuple[Tensor, None]:
-    """The `DraftSampler` of temperature 0: the argmax, ties to the lowest id; its rule needs no distribution."""
+    """The `DraftSampler` of temperature 0 for any number of rows: the argmax, ties to the lowest id."""
     return argmax_rows(logits_RD), None
 
 

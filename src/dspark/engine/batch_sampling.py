@@ -11,20 +11,23 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, chain
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from dspark.decoding import (
     Acceptance,
+    TokenHistory,
     accept_coupled,
     accept_greedy,
     accept_speculative_rows,
     argmax_rows,
     coupled_sample_bits,
     sample_rows,
+    token_probs,
     warp_logits,
 )
-from dspark.drafters.protocol import DraftSampler, greedy_sampler
+from dspark.drafters.protocol import DraftSampler, PlainSampler
 from dspark.engine.sampling import RequestSampling, Rule
 
 _PIECE = 2**21
@@ -53,8 +56,13 @@ def draft_sampler(rows: Sequence[RequestSampling], lengths: Sequence[int]) -> Dr
     Distributions are those of the rows of the p/q rule, zero elsewhere; None if there is no such row.
     """
     groups = _together(rows)
-    if len(groups) == 1 and rows[0].rule == "greedy" and rows[0].is_plain:
-        return greedy_sampler
+    if all(row.draws_plainly for row in rows):
+        uniforms_RG = np.zeros((len(rows), max(lengths)))
+        for row, length, uniforms_G in zip(rows, lengths, uniforms_RG, strict=True):
+            if row.rule == "speculative":
+                uniforms_G[:length] = [row.random() for _ in range(length)]
+        temperatures_R = tuple(0.0 if row.rule == "greedy" else row.draft_settings.temperature for row in rows)
+        return PlainSampler(temperatures_R=temperatures_R, uniforms_RG=uniforms_RG)
 
     def sample(index: int, logits_RD: Tensor, tokens_Rk: Tensor) -> tuple[Tensor, Tensor | None]:
         if len(groups) == 1:
@@ -159,15 +167,13 @@ def _pieces(places: Sequence[int], starts: Sequence[int], vocab_size: int) -> li
 def _draft_greedy(
     rows: Sequence[RequestSampling], lengths: Sequence[int], index: int, logits_RD: Tensor, tokens_Rk: Tensor
 ) -> tuple[Tensor, Tensor | None]:
-    return greedy_sampler(
-        index, logits_RD if rows[0].is_plain else _warped_draft(rows, logits_RD, tokens_Rk), tokens_Rk
-    )
+    return argmax_rows(logits_RD if rows[0].is_plain else _warped_draft(rows, logits_RD, tokens_Rk)), None
 
 
 def _draft_coupled(
     rows: Sequence[RequestSampling], lengths: Sequence[int], index: int, logits_RD: Tensor, tokens_Rk: Tensor
 ) -> tuple[Tensor, Tensor | None]:
-    probs_RD = _warped_draft(rows, logits_RD, tokens_Rk).softmax(dim=-1).cpu()
+    probs_RD = _draft_probs(rows, logits_RD, tokens_Rk).cpu()
     columns = [
         coupled_sample_bits(probs_D, row.noise.of_draft(row.next_position + index, len(probs_D)))
         for row, probs_D in zip(rows, probs_RD, strict=True)
@@ -178,7 +184,7 @@ def _draft_coupled(
 def _draft_speculative(
     rows: Sequence[RequestSampling], lengths: Sequence[int], index: int, logits_RD: Tensor, tokens_Rk: Tensor
 ) -> tuple[Tensor, Tensor | None]:
-    probs_RD = _warped_draft(rows, logits_RD, tokens_Rk).softmax(dim=-1)
+    probs_RD = _draft_probs(rows, logits_RD, tokens_Rk)
     uniforms = [row.random() if index < length else 0.0 for row, length in zip(rows, lengths, strict=True)]
     uniforms_R = torch.tensor(uniforms, dtype=torch.float64)
     return sample_rows(probs_RD, uniforms_R), probs_RD
@@ -191,7 +197,7 @@ def _verify_greedy(rows: Sequence[VerifyRow], logits_NV: Tensor) -> list[Accepta
 
 
 def _verify_coupled(rows: Sequence[VerifyRow], logits_NV: Tensor) -> list[Acceptance]:
-    probs_NV = _warped_target(rows, logits_NV).softmax(dim=-1).cpu()
+    probs_NV = _target_probs(rows, logits_NV).cpu()
     acceptances, probs = [], iter(probs_NV)
     for row in rows:
         position, noise = row.sampling.next_position, row.sampling.noise
@@ -204,7 +210,7 @@ def _verify_coupled(rows: Sequence[VerifyRow], logits_NV: Tensor) -> list[Accept
 
 
 def _verify_speculative(rows: Sequence[VerifyRow], logits_NV: Tensor) -> list[Acceptance]:
-    target_probs_NV = _warped_target(rows, logits_NV).softmax(dim=-1)
+    target_probs_NV = _target_probs(rows, logits_NV)
     drafted = [row.draft_probs_LD for row in rows if row.draft_tokens and row.draft_probs_LD is not None]
     accept_uniforms, final_uniforms = [], []
     for row in rows:
@@ -223,19 +229,34 @@ def _verify_speculative(rows: Sequence[VerifyRow], logits_NV: Tensor) -> list[Ac
     )
 
 
+def _draft_probs(rows: Sequence[RequestSampling], logits_RD: Tensor, tokens_Rk: Tensor) -> Tensor:
+    histories = _draft_histories(rows, tokens_Rk)
+    return token_probs(logits_RD, rows[0].draft_settings, histories, rows[0].draft_token_ids_D)
+
+
 def _warped_draft(rows: Sequence[RequestSampling], logits_RD: Tensor, tokens_Rk: Tensor) -> Tensor:
-    settings, histories = rows[0].draft_settings, None
-    if settings.needs_history:
-        histories = [row.history.after(tokens) for row, tokens in zip(rows, tokens_Rk.tolist(), strict=True)]
-    return warp_logits(logits_RD, settings, histories, rows[0].draft_token_ids_D)
+    histories = _draft_histories(rows, tokens_Rk)
+    return warp_logits(logits_RD, rows[0].draft_settings, histories, rows[0].draft_token_ids_D)
+
+
+def _draft_histories(rows: Sequence[RequestSampling], tokens_Rk: Tensor) -> list[TokenHistory] | None:
+    if not rows[0].draft_settings.needs_history:
+        return None
+    return [row.history.after(tokens) for row, tokens in zip(rows, tokens_Rk.tolist(), strict=True)]
+
+
+def _target_probs(rows: Sequence[VerifyRow], logits_NV: Tensor) -> Tensor:
+    return token_probs(logits_NV, rows[0].sampling.settings, _target_histories(rows))
 
 
 def _warped_target(rows: Sequence[VerifyRow], logits_NV: Tensor) -> Tensor:
-    settings, histories = rows[0].sampling.settings, None
-    if settings.needs_history:
-        of_rows = (row.sampling.history.after_each(row.draft_tokens) for row in rows)
-        histories = list(chain.from_iterable(of_rows))
-    return warp_logits(logits_NV, settings, histories)
+    return warp_logits(logits_NV, rows[0].sampling.settings, _target_histories(rows))
+
+
+def _target_histories(rows: Sequence[VerifyRow]) -> list[TokenHistory] | None:
+    if not rows[0].sampling.settings.needs_history:
+        return None
+    return list(chain.from_iterable(row.sampling.history.after_each(row.draft_tokens) for row in rows))
 
 
 _DraftRule = Callable[[Sequence[RequestSampling], Sequence[int], int, Tensor, Tensor], tuple[Tensor, Tensor | None]]

@@ -77,6 +77,13 @@ class RequestSampling:
         """Whether neither bias nor penalty changes the order of the logits."""
         return not self.settings.needs_history and not self.settings.logit_bias
 
+    @property
+    def draws_plainly(self) -> bool:
+        """Whether its drafts are the most likely tokens, or drawn with fresh randomness by temperature alone."""
+        if self.rule == "greedy":
+            return self.is_plain
+        return self.rule == "speculative" and self.draft_settings.is_temperature_alone
+
     def commit(self, token_ids: Sequence[int]) -> None:
         """Take note of the tokens that are now part of the output."""
         self.next_position += len(token_ids)
