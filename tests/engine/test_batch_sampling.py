@@ -73,7 +73,7 @@ def draft(
     rows: Sequence[RequestSampling], logits_RGD: Tensor, columns_D: Tensor | None
 ) -> tuple[Tensor, Tensor | None]:
     """Drafted target ids ``[R, G]`` and their distributions, as a drafter makes them."""
-    sample = draft_sampler(rows, [9] * len(rows))
+    sample = draft_sampler(rows, [logits_RGD.shape[1]] * len(rows))
     tokens_RG = torch.empty(len(rows), 0, dtype=torch.long)
     distributions = []
     for k in range(logits_RGD.shape[1]):

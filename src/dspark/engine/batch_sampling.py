@@ -55,7 +55,6 @@ def draft_sampler(rows: Sequence[RequestSampling], lengths: Sequence[int]) -> Dr
 
     Distributions are those of the rows of the p/q rule, zero elsewhere; None if there is no such row.
     """
-    groups = _together(rows)
     if all(row.draws_plainly for row in rows):
         uniforms_RG = np.zeros((len(rows), max(lengths)))
         for row, length, uniforms_G in zip(rows, lengths, uniforms_RG, strict=True):
@@ -63,6 +62,7 @@ def draft_sampler(rows: Sequence[RequestSampling], lengths: Sequence[int]) -> Dr
                 uniforms_G[:length] = [row.random() for _ in range(length)]
         temperatures_R = tuple(0.0 if row.rule == "greedy" else row.draft_settings.temperature for row in rows)
         return PlainSampler(temperatures_R=temperatures_R, uniforms_RG=uniforms_RG)
+    groups = _together(rows)
 
     def sample(index: int, logits_RD: Tensor, tokens_Rk: Tensor) -> tuple[Tensor, Tensor | None]:
         if len(groups) == 1:
