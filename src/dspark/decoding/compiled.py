@@ -15,15 +15,18 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+import torch
 from numba import njit
 
 from dspark.models.compiling import SOURCE, remembered
 from dspark.models.row_kernels import exp2
+from dspark.models.threads import run_together
 
 __all__ = ["draw", "residual", "row_masses", "sample_row", "softmax_of", "softmax_rows"]
 
 Floats = npt.NDArray[Any]
 _CHUNK = 256
+_ROWS = 8  # at a time; with fewer no other thread is woken
 
 
 def softmax_rows(logits_NV: Floats, temperature: float) -> tuple[Floats, int]:
@@ -35,14 +38,23 @@ def softmax_rows(logits_NV: Floats, temperature: float) -> tuple[Floats, int]:
     probs_NV = np.empty_like(logits_NV)
     largest_N = logits_NV.max(axis=-1)  # NaN where a row has one
     scale = np.float32(math.log2(math.e) / temperature)
-    row = _softmax_kernel()(logits_NV, largest_N, scale, probs_NV)
-    return probs_NV, row
+    kernel = _softmax_kernel()
+    bad_rows: list[int] = []
+
+    def compute(rows: slice) -> None:
+        bad_row = kernel(logits_NV[rows], largest_N[rows], scale, probs_NV[rows])
+        if bad_row >= 0:
+            bad_rows.append(rows.start + bad_row)
+
+    _share(compute, len(logits_NV))
+    return probs_NV, min(bad_rows, default=-1)
 
 
 def row_masses(probs_NV: Floats) -> tuple[Floats, Floats]:
     """Sum in float64 and smallest entry of each row, NaN where the row has one; float32 or float64."""
     sums_N = np.empty(len(probs_NV))
-    _mass_kernel()(probs_NV, sums_N)
+    kernel = _mass_kernel()
+    _share(lambda rows: kernel(probs_NV[rows], sums_N[rows]), len(probs_NV))
     return sums_N, probs_NV.min(axis=-1)
 
 
@@ -61,6 +73,18 @@ def residual(target_probs_V: Floats, draft_probs_D: Floats, draft_token_ids_D: n
     ids_D = np.empty(0, np.int64) if draft_token_ids_D is None else draft_token_ids_D
     _residual_kernel()(target_probs_V, draft_probs_D, ids_D, residual_V)
     return residual_V
+
+
+def _share(compute: Callable[[slice], None], num_rows: int) -> None:
+    """Compute all rows, with other threads where it is worth waking them."""
+    parts = iter([slice(first, first + _ROWS) for first in range(0, num_rows, _ROWS)])
+
+    def take() -> bool:
+        for rows in parts:
+            compute(rows)
+        return True
+
+    run_together(take, min(torch.get_num_threads(), num_rows // _ROWS), compute)
 
 
 @njit(fastmath={"reassoc", "contract"}, error_model="numpy")  # type: ignore[untyped-decorator]

@@ -154,15 +154,16 @@ class PlainSampler:
         """Distributions of greedy rows are zero; None if all are."""
         if self.is_greedy:
             return argmax_rows(logits_RD), None
-        columns, probs = [], []
-        for row, temperature in enumerate(self.temperatures_R):
+        columns_R = tokens_Rk.new_empty(len(logits_RD))
+        probs_RD = torch.zeros_like(logits_RD, dtype=torch.float32)
+        for temperature in set(self.temperatures_R):
+            rows = [row for row, other in enumerate(self.temperatures_R) if other == temperature]
             if temperature == 0:
-                columns.append(argmax_rows(logits_RD[row : row + 1]))
-                probs.append(torch.zeros_like(logits_RD[row : row + 1], dtype=torch.float32))
-            else:
-                probs.append(token_probs(logits_RD[row : row + 1], SamplingSettings(temperature=temperature)))
-                columns.append(sample_rows(probs[-1], torch.tensor(self.uniforms_RG[row, position : position + 1])))
-        return torch.cat(columns), torch.cat(probs)
+                columns_R[rows] = argmax_rows(logits_RD[rows])
+                continue
+            probs_RD[rows] = probs = token_probs(logits_RD[rows], SamplingSettings(temperature=temperature))
+            columns_R[rows] = sample_rows(probs, torch.from_numpy(self.uniforms_RG[rows, position]))
+        return columns_R, probs_RD
 
 
 def greedy_sampler(position: int, logits_RD: Tensor, tokens_Rk: Tensor) -> tuple[Tensor, None]:
