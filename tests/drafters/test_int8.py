@@ -161,6 +161,15 @@ def test_weights_that_are_no_numbers_are_an_error(drafter_of: DrafterOf, context
         drafter.propose(cache, [0], torch.tensor([7]), sampler)
 
 
+@pytest.mark.parametrize("wrong", [-1, 53])
+def test_an_anchor_outside_the_vocabulary_is_refused(wrong: int, drafter_of: DrafterOf, context_of: ContextOf) -> None:
+    drafter = wide(drafter_of, "vanilla")
+    drafter.compute_in_int8()
+    cache = fill(drafter, {0: context_of(drafter, 20), 1: context_of(drafter, 5)})
+    with pytest.raises(ValueError, match=r"anchors_R has an id outside the vocabulary 0..52"):
+        drafter.propose(cache, [0, 1], torch.tensor([7, wrong]), greedy(2))
+
+
 def test_greedy_blocks_without_a_confidence_head_or_without_its_embedding(
     drafter_of: DrafterOf, context_of: ContextOf
 ) -> None:

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from dspark.drafters.backbone import DraftLayer, FusedWeights
 from dspark.drafters.cache import DrafterCache
-from dspark.drafters.draft_kernel import DraftKernel, DraftWeights, Draws
+from dspark.drafters.draft_kernel import DraftKernel, DraftWeights
 from dspark.drafters.layers import RopeTables, Rotation, project_taps, rms_norm
 from dspark.drafters.protocol import DraftBlock, PlainSampler
 from dspark.drafters.sequential import corrected_logits
@@ -188,8 +188,6 @@ class Int8Computation:
             activation="silu",
         )
         self._w2 = _int8(drafter.markov_head.markov_w2.weight) if config.markov_rank > 0 else None
-        self._embedding_VH = drafter.embed_tokens.weight
-        self._num_inputs = config.num_block_inputs
         self._has_other_head = self._w2 is not None and config.markov_head_type != "vanilla"
         confidence_H, confidence_V = _confidence_parts(drafter)
         weights = DraftWeights(
@@ -197,7 +195,8 @@ class Int8Computation:
             context_norm_H=_copy(drafter.hidden_norm.weight),
             context_kv=_int8(fused.qkv_LOH[:, first_key_row:].flatten(0, 1)),
             key_norms_Ld=_copy(fused.head_norms_L2d[:, 1]),
-            mask_embedding_H=_copy(drafter.embed_tokens.weight[config.mask_token_id]),
+            embedding_VH=drafter.embed_tokens.weight.detach().float().contiguous(),  # the target's own, in float32
+            mask_token_id=config.mask_token_id,
             lm_head=_int8(drafter.lm_head.weight),
             draft_token_ids_D=drafter.draft_token_ids_D,
             w1_Vr=None if self._w2 is None else _copy(drafter.markov_head.markov_w1.weight),
@@ -209,7 +208,8 @@ class Int8Computation:
             DecoderKernel(shape, layers, _copy(drafter.norm.weight), is_half=False),
             shape,
             weights,
-            rope=ropes.like(weights.mask_embedding_H),
+            rope=ropes.like(weights.embedding_VH),
+            num_inputs=config.num_block_inputs,
             block_size=config.block_size,
         )
 
@@ -218,7 +218,7 @@ class Int8Computation:
             self._kernel.write_context(cache)
 
     def blocks(self, cache: DrafterCache, slots: Sequence[int], anchors_R: Tensor, count: int) -> tuple[Tensor, Tensor]:
-        drafted = self._kernel.draft(cache, slots, self._embedded(anchors_R), self._num_inputs, count, None)
+        drafted = self._kernel.draft(cache, slots, anchors_R, count, None)
         return drafted.hidden_RGH, drafted.base_RGD
 
     def drawn(
@@ -226,9 +226,7 @@ class Int8Computation:
     ) -> DraftBlock | None:
         if self._has_other_head:
             return None
-        drafted = self._kernel.draft(
-            cache, slots, self._embedded(anchors_R), self._num_inputs, count, Draws(anchors_R, sampler)
-        )
+        drafted = self._kernel.draft(cache, slots, anchors_R, count, sampler)
         assert drafted.tokens_RG is not None, "they were asked for"
         return DraftBlock(
             tokens_RG=drafted.tokens_RG,
@@ -239,9 +237,6 @@ class Int8Computation:
     def corrected(self, base_RD: Tensor, features_Rr: Tensor) -> Tensor:
         assert self._w2 is not None, "the drafter has no sequential head"
         return base_RD + self._w2(features_Rr.float())
-
-    def _embedded(self, anchors_R: Tensor) -> Tensor:
-        return F.embedding(anchors_R, self._embedding_VH).float()
 
 
 def _confidence_parts(drafter: DSparkDrafter) -> tuple[Tensor | None, Tensor | None]:

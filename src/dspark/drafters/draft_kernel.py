@@ -13,7 +13,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -36,7 +36,7 @@ from dspark.models.row_kernels import add_row, copy_row, norm_row, rotate_head
 from dspark.models.threads import run_together
 from dspark.models.vector_intrinsics import pointer
 
-__all__ = ["DraftKernel", "DraftWeights", "DraftedBlocks", "Draws"]
+__all__ = ["DraftKernel", "DraftWeights", "DraftedBlocks"]
 
 _CONTEXT_PHASES = 5
 _PHASES_BESIDE_LAYERS = 4
@@ -53,7 +53,7 @@ class DraftWeights:
         fc, context_norm_H: from taps to context features.
         context_kv: from those to keys and values of all layers.
         key_norms_Ld: norms of keys.
-        mask_embedding_H: what every input of a block but the first is.
+        embedding_VH, mask_token_id: of a block's inputs, the anchor and masks behind it.
         lm_head: on the draft vocabulary.
         draft_token_ids_D: None where the draft vocabulary is the target's.
         w1_Vr, w2: of a vanilla sequential head; None without one.
@@ -65,7 +65,8 @@ class DraftWeights:
     context_norm_H: Tensor
     context_kv: GroupedInt8Linear
     key_norms_Ld: Tensor
-    mask_embedding_H: Tensor
+    embedding_VH: Tensor
+    mask_token_id: int
     lm_head: GroupedInt8Linear
     draft_token_ids_D: Tensor | None
     w1_Vr: Tensor | None
@@ -93,29 +94,30 @@ class DraftedBlocks:
     confidence_logits_RG: Tensor | None
 
 
-class Draws(NamedTuple):
-    """Tokens to be drawn after anchors."""
-
-    anchors_R: Tensor
-    sampler: PlainSampler
-
-
 class DraftKernel:
     """Computes context and blocks with weights that do not change any more.
 
     Args:
         layers: of the backbone; keys and values in float32.
+        num_inputs: of a block.
         block_size: predicting slots of a block, the last of its inputs.
     """
 
     def __init__(
-        self, layers: DecoderKernel, shape: LayersShape, weights: DraftWeights, *, rope: RopeTable, block_size: int
+        self,
+        layers: DecoderKernel,
+        shape: LayersShape,
+        weights: DraftWeights,
+        *,
+        rope: RopeTable,
+        num_inputs: int,
+        block_size: int,
     ) -> None:
         self._layers = layers
         self._shape = shape
         self._weights = weights
         self._rope = rope
-        self._block_size = block_size
+        self._num_inputs, self._block_size = num_inputs, block_size
         self._features_V = _quantised_rows(weights.w1_Vr) if weights.w1_Vr is not None else None
         self._num_tokens = next((len(t) for t in (weights.w1_Vr, weights.confidence_V) if t is not None), 0)
         self._kernel = _kernel()
@@ -130,20 +132,18 @@ class DraftKernel:
         cache.waiting = []  # not before: after an error, others may still read these places as their prefix
 
     def draft(
-        self, cache: DrafterCache, slots: Sequence[int], anchors_RH: Tensor, num_inputs: int, count: int,
-        draws: Draws | None,
-    ) -> DraftedBlocks:  # fmt: skip
+        self, cache: DrafterCache, slots: Sequence[int], anchors_R: Tensor, count: int, sampler: PlainSampler | None
+    ) -> DraftedBlocks:
         """Blocks behind the context of ``slots``, that which waits included.
 
         Args:
-            anchors_RH: embeddings of the anchors.
-            num_inputs: I.
+            anchors_R: int64, the last token of each.
             count: draft tokens G wanted.
-            draws: to get tokens too; or None.
+            sampler: to get tokens too; or None.
         """
         weights, threads = self._weights, torch.get_num_threads()
-        rows, hidden, size = len(slots), anchors_RH.shape[1], weights.lm_head.size_out
-        num_slots = rows * count
+        rows, num_inputs, num_slots = len(slots), self._num_inputs, len(slots) * count
+        hidden, size = weights.embedding_VH.shape[1], weights.lm_head.size_out
         plan = AttentionPlan(cache.blocks(slots, num_inputs), cache, causal=False)
         x_NH = torch.empty(rows * num_inputs, hidden)
         rope = self._rope.table(plan.places.last_position)
@@ -155,13 +155,17 @@ class DraftKernel:
         q_at, correction_at = scratch.data_ptr(), scratch.data_ptr() + num_slots * groups * (GROUP + 8)
         hidden_MH, base_MD = torch.empty(num_slots, hidden), torch.empty(num_slots, weights.lm_head.padded_out)
         known = np.empty((rows, count + 1), np.int64)
+        known[:, 0] = anchors_R.numpy()
+        if known[:, 0].min() < 0 or known[:, 0].max() >= len(weights.embedding_VH):
+            raise ValueError(f"anchors_R has an id outside the vocabulary 0..{len(weights.embedding_VH) - 1}")
         confidences_M = torch.empty(num_slots)
-        scales_R, uniforms_RG, probs_MD = _draws(draws, rows, count, size)
-        if draws is not None:
-            known[:, 0] = draws.anchors_R.numpy()
+        scales_R, uniforms_RG, probs_MD = _draws(sampler, rows, count, size)
         arguments = (
             context,
-            (anchors_RH.data_ptr(), weights.mask_embedding_H.data_ptr(), rows, num_inputs, hidden, x_NH.data_ptr()),
+            (
+                weights.embedding_VH.data_ptr(), weights.mask_token_id, known.ctypes.data, rows, count, num_inputs,
+                hidden, x_NH.data_ptr(),
+            ),
             layers.arguments,
             (
                 layers.out_NH.data_ptr(), rows, num_inputs, self._block_size, count, hidden, hidden_MH.data_ptr(), q_at,
@@ -176,26 +180,26 @@ class DraftKernel:
                 hidden_MH.data_ptr(), hidden, rows, count, known.ctypes.data, _address(weights.confidence_H),
                 _address(weights.confidence_V), self._num_tokens, confidences_M.data_ptr(),
             ),
-            draws is not None,
+            sampler is not None,
             weights.confidence_H is not None,
         )  # fmt: skip
         phases = _CONTEXT_PHASES + layers.phases + _PHASES_BESIDE_LAYERS + _PHASES_A_TOKEN * count
         counters, counters_at = new_counters(phases, threads)
         kernel = self._kernel
         memory = (
-            self, cache, anchors_RH, layers, context_memory, scratch, hidden_MH, base_MD, known, confidences_M,
+            self, cache, layers, context_memory, scratch, hidden_MH, base_MD, known, confidences_M,
             scales_R, uniforms_RG, probs_MD, counters,
         )  # fmt: skip
         if not run_together(lambda: kernel(*arguments, counters_at, threads), threads, memory):
             raise ValueError(OUTSIDE)
         cache.waiting = []
-        if draws is not None and known.min() < 0:
+        if sampler is not None and known.min() < 0:
             raise ValueError("the drafter's logits have no finite maximum: its weights hold NaN or infinity")
-        has_confidences = draws is not None and weights.confidence_H is not None
+        has_confidences = sampler is not None and weights.confidence_H is not None
         return DraftedBlocks(
             hidden_RGH=hidden_MH.view(rows, count, hidden),
             base_RGD=base_MD[:, :size].unflatten(0, (rows, count)),
-            tokens_RG=None if draws is None else torch.from_numpy(known)[:, 1:],
+            tokens_RG=None if sampler is None else torch.from_numpy(known)[:, 1:],
             probs_RGD=None if probs_MD is None else probs_MD.view(rows, count, size),
             confidence_logits_RG=confidences_M.view(rows, count) if has_confidences else None,
         )
@@ -212,28 +216,28 @@ class DraftKernel:
         groups = max(weights.fc.packed.shape[1], weights.context_kv.packed.shape[1])
         widths = weights.fc.padded_out, weights.context_kv.padded_out
         scratch = torch.empty(rows * (sum(widths) + groups * (GROUP // 4 + 2)))
-        places = np.cumsum((0, *(rows * width for width in widths))) * 4 + scratch.data_ptr()
+        places = [4 * place + scratch.data_ptr() for place in (0, rows * widths[0], rows * sum(widths))]
         arguments = (
             taps_NT.data_ptr(), rows, *_addresses(weights.fc), weights.fc.size_in, weights.fc.size_out,
             weights.context_norm_H.data_ptr(), np.float32(c.norm_eps), *_addresses(weights.context_kv),
             weights.key_norms_Ld.data_ptr(), c.num_layers, c.num_kv_heads, c.head_dim,
             *(table.data_ptr() for table in rope), positions_N.data_ptr(), token_rows_N.data_ptr(),
-            cache.keys.data_ptr(), cache.values.data_ptr(), cache.tables.num_rows, *places.tolist(),
+            cache.keys.data_ptr(), cache.values.data_ptr(), cache.tables.num_rows, *places,
         )  # fmt: skip
         return arguments, (taps_NT, positions_N, token_rows_N, rope, scratch)
 
 
-def _draws(draws: Draws | None, rows: int, count: int, size: int) -> tuple[Floats, Floats, Tensor | None]:
+def _draws(sampler: PlainSampler | None, rows: int, count: int, size: int) -> tuple[Floats, Floats, Tensor | None]:
     """What the exponents of 2 in each row's softmax are scaled by (0: the most likely token), uniforms, room for it."""
-    if draws is None or draws.sampler.is_greedy:
+    if sampler is None or sampler.is_greedy:
         return np.zeros(rows, np.float32), np.empty((0, 0)), None
-    temperatures_R = np.array(draws.sampler.temperatures_R)
+    temperatures_R = np.array(sampler.temperatures_R)
     scales_R = np.zeros(rows, np.float32)
     np.divide(math.log2(math.e), temperatures_R, out=scales_R, where=temperatures_R > 0, casting="same_kind")
     probs_RGD = torch.empty(rows, count, size)
     for row in np.flatnonzero(temperatures_R == 0).tolist():
         probs_RGD[row] = 0.0
-    return scales_R, np.ascontiguousarray(draws.sampler.uniforms_RG[:, :count]), probs_RGD.flatten(0, 1)
+    return scales_R, np.ascontiguousarray(sampler.uniforms_RG[:, :count]), probs_RGD.flatten(0, 1)
 
 
 def _joined(parts: Sequence[Tensor], nothing: Tensor) -> Tensor:
@@ -314,15 +318,17 @@ def _write_context(
 
 @njit(error_model="numpy")  # type: ignore[untyped-decorator]
 def _embed(
-    anchors_at: int, mask_at: int, rows: int, inputs: int, hidden: int, x_at: int, counters_at: int, threads: int
-) -> Any:
+    embedding_at: int, mask_token_id: int, known_at: int, rows: int, count: int, inputs: int, hidden: int, x_at: int,
+    counters_at: int, threads: int,
+) -> Any:  # fmt: skip
     """One phase: inputs of all blocks, an anchor and masks."""
+    known = carray(pointer(known_at), (rows, count + 1), np.int64)
     while True:
         row = take(counters_at)
         if row >= rows * inputs:
             break
-        source_at = mask_at if row % inputs else anchors_at + row // inputs * hidden * 4
-        copy_row(source_at, x_at + row * hidden * 4, hidden)
+        token = mask_token_id if row % inputs else known[row // inputs, 0]
+        copy_row(embedding_at + token * hidden * 4, x_at + row * hidden * 4, hidden)
         finish(counters_at, 1)
     return wait(counters_at, rows * inputs, threads)
 

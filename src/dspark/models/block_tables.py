@@ -169,4 +169,5 @@ class BlockTables:
         return (blocks_RB.unsqueeze(-1) * BLOCK_SIZE + offsets).flatten(1)[:, :length]
 
     def _tensor(self, values: npt.NDArray[Any]) -> torch.Tensor:
-        return torch.from_numpy(values).to(self.device)
+        tensor = torch.from_numpy(values)
+        return tensor if self.device.type == "cpu" else tensor.to(self.device)

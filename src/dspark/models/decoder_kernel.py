@@ -11,9 +11,11 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache, partial
+from itertools import accumulate
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from numba import njit
 from numba.np.numpy_support import carray
@@ -83,6 +85,7 @@ class DecoderKernel:
         self._widths = tuple(linear.padded_out for linear in linears)
         self._groups = max(linear.packed.shape[1] for linear in linears)
         self._attention = attention_kernel(shape.head_dim, shape.num_heads // shape.num_kv_heads, is_half)
+        self._tap_columns: dict[tuple[int, ...], tuple[npt.NDArray[np.int64], int]] = {}
         self._kernel = _kernel()
 
     def __reduce__(self) -> tuple[Callable[..., DecoderKernel], tuple[object, ...]]:
@@ -132,22 +135,20 @@ class DecoderKernel:
                 "take one from its new_cache"
             )
         rows, hidden = x_NH.shape
-        layers = sorted(set(tap_layers))
-        taps_NT = torch.empty(rows, hidden * len(layers))
-        tap_columns = np.full(c.num_layers, -1, dtype=np.int64)
-        tap_columns[layers] = np.arange(len(layers)) * hidden
+        tap_columns, num_taps = self._columns_of_taps(tuple(tap_layers))
+        taps_NT = torch.empty(rows, hidden * num_taps)
         out_NH = torch.empty(rows, hidden)
         heads_size = c.num_heads * c.head_dim
         sizes = (rows * max(self._widths), rows * hidden, rows * heads_size, rows * heads_size)
         scratch = torch.empty(sum(sizes) + rows * self._groups * (GROUP // 4 + 2))
-        places = np.cumsum((0, *sizes)) * 4 + scratch.data_ptr()
+        places = [4 * place + scratch.data_ptr() for place in accumulate(sizes, initial=0)]
         token_rows = plan.places.row_numbers
         tables = plan.tables.tables_SB
         arguments = (
             self._table.ctypes.data, c.num_layers, hidden, c.intermediate_size, c.num_heads, c.num_kv_heads, c.head_dim,
             np.float32(c.norm_eps), c.activation == "gelu_tanh", *self._widths, self._held[1].data_ptr(),
-            x_NH.data_ptr(), rows, *places.tolist(), out_NH.data_ptr(),
-            taps_NT.data_ptr(), hidden * len(layers), tap_columns.ctypes.data,
+            x_NH.data_ptr(), rows, *places, out_NH.data_ptr(),
+            taps_NT.data_ptr(), hidden * num_taps, tap_columns.ctypes.data,
             *(table.data_ptr() for rope in ropes for table in rope), plan.places.positions_N.data_ptr(),
             cache.keys.data_ptr(), cache.values.data_ptr(), plan.tables.num_rows, self._is_half, token_rows.data_ptr(),
             self._attention.address, tables.data_ptr(), *tables.shape, plan.places.slots_N.data_ptr(),
@@ -161,6 +162,15 @@ class DecoderKernel:
             out_NH=out_NH,
             taps_NT=taps_NT,
         )
+
+    def _columns_of_taps(self, tap_layers: tuple[int, ...]) -> tuple[npt.NDArray[np.int64], int]:
+        """For each layer its column among the taps, which go by layer, or -1; and how many taps there are."""
+        if tap_layers not in self._tap_columns:
+            layers = sorted(set(tap_layers))
+            columns = np.full(self._shape.num_layers, -1, dtype=np.int64)
+            columns[layers] = np.arange(len(layers)) * len(self._held[1])
+            self._tap_columns[tap_layers] = columns, len(layers)
+        return self._tap_columns[tap_layers]
 
 
 def _packed(linear: Linear) -> GroupedInt8Linear:
