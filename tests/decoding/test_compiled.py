@@ -91,11 +91,11 @@ def test_a_draw_is_the_first_whose_cumulative_mass_exceeds(weights: list[int], u
     assert probs[token] > 0
 
 
-@pytest.mark.parametrize("uniform", [0.0, 0.5, 1.0 - 2**-53])
-def test_a_draw_has_mass_at_the_ends(uniform: float) -> None:
+@pytest.mark.parametrize(("uniform", "expected"), [(0.0, 3), (0.2, 3), (0.5, 1501), (1.0 - 2**-53, 1501)])
+def test_a_draw_has_mass_at_the_ends(uniform: float, expected: int) -> None:
     probs = np.zeros(2000, np.float32)
     probs[[3, 700, 1501]] = 0.1, 1e-30, 0.3
-    assert sample_row(probs, uniform) in (3, 1501)
+    assert sample_row(probs, uniform) == expected
     assert sample_row(np.full(3, np.nan, np.float32), uniform) == -1
 
 
@@ -113,3 +113,14 @@ def test_residual_is_that_of_float64(reduced: bool) -> None:
 def test_residual_of_equal_distributions_is_the_target() -> None:
     p = np.random.default_rng(1).random(40).astype(np.float32)
     np.testing.assert_allclose(residual(p, p, None), p / p.sum(dtype=np.float64), rtol=1e-12)
+
+
+def test_residual_of_what_does_not_fit_is_refused() -> None:
+    p, q = np.full(10, 0.1, np.float32), np.full(3, 1 / 3, np.float32)
+    with pytest.raises(ValueError, match="draft_probs_D has 3 columns"):
+        residual(p, q, None)
+    with pytest.raises(ValueError, match="draft_probs_D has 3 columns"):
+        residual(p, q, np.array([1, 2]))
+    for wrong in (-1, 10):
+        with pytest.raises(ValueError, match=r"an id outside the vocabulary 0..9"):
+            residual(p, q, np.array([1, 2, wrong]))

@@ -127,6 +127,24 @@ def test_each_row_gets_what_it_gets_alone(
             alone[r].commit(committed)
 
 
+@pytest.mark.parametrize("others", [[], [SamplingSettings(temperature=1.0, top_p=0.9)]])
+def test_a_row_draws_no_more_numbers_than_it_wants_tokens(others: list[SamplingSettings]) -> None:
+    """In one batch with longer drafts, whether all go by temperature alone or not."""
+    choices = [SamplingSettings(temperature=1.0), SamplingSettings(temperature=0.7), SamplingSettings(), *others]
+    rows = [sampling(choice, None, number) for number, choice in enumerate(choices)]
+    lengths = [1, 4, 2, *[3] * len(others)]
+    sample = draft_sampler(rows, lengths)
+    logits_RGD = random_logits(len(rows) * 4, VOCABULARY, 0).view(len(rows), 4, VOCABULARY)
+    tokens_RG = torch.empty(len(rows), 0, dtype=torch.long)
+    for k in range(4):
+        columns_R, _ = sample(k, logits_RGD[:, k], tokens_RG)
+        tokens_RG = torch.cat([tokens_RG, columns_R[:, None]], dim=1)
+    for number, (row, length) in enumerate(zip(rows, lengths, strict=True)):
+        fresh = np.random.default_rng(number)
+        fresh.random(0 if row.rule == "greedy" else length)
+        assert row.random() == fresh.random()
+
+
 def expected_draft(
     choice: SamplingSettings, logits_D: Tensor, history: TokenHistory, columns_D: Tensor, position: int, uniform: float
 ) -> tuple[int, Tensor]:

@@ -67,6 +67,16 @@ def test_what_is_assigned_is_all_that_a_slot_has() -> None:
         assert tables.tables_SB[2, 0] == 4
 
 
+def test_places_are_looked_up_anew_when_blocks_change_hands() -> None:
+    tables = BlockTables(num_slots=3, max_length=40, num_blocks=9, device=torch.device("cpu"))
+    tables.assign(2, [4, 1])
+    segments = [Segment(2, 3, 5)]
+    assert tables.places(segments).row_numbers.tolist() == [4 * 16 + p for p in range(3, 8)]
+    assert tables.places(segments) is tables.places(list(segments))
+    tables.assign(2, [8])
+    assert tables.places(segments).row_numbers.tolist() == [8 * 16 + p for p in range(3, 8)]
+
+
 def test_contiguous_slots_own_their_blocks() -> None:
     tables = BlockTables.contiguous(3, 20, CPU)
     assert tables.num_blocks == 6

@@ -58,7 +58,7 @@ def accept_speculative(
 
     Exact as long as x_k was drawn from q_k as passed, the uniforms are fresh, and L is non-anticipating. Rows are
     normalised in float64 before they are compared, as ``sample_rows`` does, so float32 rounding of their sums makes no
-    bias (where it cannot matter, their sums are in float32).
+    bias (where it cannot matter, their sums may be in float32).
 
     Args:
         draft_tokens_L: target ids x_1..x_L.
@@ -124,7 +124,7 @@ def accept_speculative_rows(
             )
         row, uniform = row_of_draft[draft], accept_uniforms[draft]
         needed, p = uniform * (q_L[draft] / draft_sums[draft]), p_L[draft] / target_sums[row]
-        if abs(needed - p) <= _SUM_PRECISION * p:  # too near for sums in float32
+        if abs(needed - p) <= _SUM_PRECISION * p:  # too near, if the sums are in float32
             q = q_L[draft] / float(draft_probs_LD[draft].sum(dtype=torch.float64))
             needed, p = uniform * q, p_L[draft] / float(target_probs_RV[row].sum(dtype=torch.float64))
         return needed < p

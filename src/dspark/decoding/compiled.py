@@ -16,16 +16,14 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import torch
-from numba import njit
 
 from dspark.models.compiling import SOURCE, remembered
-from dspark.models.row_kernels import exp2
+from dspark.models.row_kernels import draw, softmax_of, sum_of
 from dspark.models.threads import run_together
 
-__all__ = ["draw", "residual", "row_masses", "sample_row", "softmax_of", "softmax_rows"]
+__all__ = ["residual", "row_masses", "sample_row", "softmax_rows"]
 
 Floats = npt.NDArray[Any]
-_CHUNK = 256
 _ROWS = 8  # at a time; with fewer no other thread is woken
 
 
@@ -68,15 +66,28 @@ def sample_row(probs_V: Floats, uniform: float) -> int:
 
 
 def residual(target_probs_V: Floats, draft_probs_D: Floats, draft_token_ids_D: npt.NDArray[np.int64] | None) -> Floats:
-    """``norm(max(p - q, 0))`` of p and q normalised, in float64 ``[V]``; p where nothing is left."""
-    residual_V = np.empty(len(target_probs_V))
-    ids_D = np.empty(0, np.int64) if draft_token_ids_D is None else draft_token_ids_D
+    """``norm(max(p - q, 0))`` of p and q normalised, in float64 ``[V]``; p where nothing is left.
+
+    Raises:
+        ValueError: q has other columns than p, or than there are ids, or an id is outside p.
+    """
+    size, ids_D = len(target_probs_V), np.empty(0, np.int64)
+    if draft_token_ids_D is not None:
+        ids_D = np.ascontiguousarray(draft_token_ids_D, np.int64)
+        if len(ids_D) and not (0 <= ids_D.min() <= ids_D.max() < size):
+            raise ValueError(f"draft_token_ids_D has an id outside the vocabulary 0..{size - 1}")
+    if len(draft_probs_D) != (size if draft_token_ids_D is None else len(ids_D)):
+        raise ValueError(
+            f"draft_probs_D has {len(draft_probs_D)} columns: give as many as target_probs_V, or one for each of "
+            "draft_token_ids_D"
+        )
+    residual_V = np.empty(size)
     _residual_kernel()(target_probs_V, draft_probs_D, ids_D, residual_V)
     return residual_V
 
 
 def _share(compute: Callable[[slice], None], num_rows: int) -> None:
-    """Compute all rows, with other threads where it is worth waking them."""
+    """Compute all rows, with other threads where it is worth waking them; `run_together` waits for what they took."""
     parts = iter([slice(first, first + _ROWS) for first in range(0, num_rows, _ROWS)])
 
     def take() -> bool:
@@ -85,63 +96,6 @@ def _share(compute: Callable[[slice], None], num_rows: int) -> None:
         return True
 
     run_together(take, min(torch.get_num_threads(), num_rows // _ROWS), compute)
-
-
-@njit(fastmath={"reassoc", "contract"}, error_model="numpy")  # type: ignore[untyped-decorator]
-def _sum(values: Any) -> Any:
-    """In float64 and as many parts as vectors have lanes: an order that the compiler sets once, whatever the row."""
-    total = 0.0
-    for i in range(len(values)):
-        total += np.float64(values[i])
-    return total
-
-
-@njit(error_model="numpy")  # type: ignore[untyped-decorator]
-def softmax_of(logits_V: Any, largest: Any, scale: Any, probs_V: Any) -> bool:
-    """Softmax of a row with scale ``log2(e) / temperature``; False if it has NaN or no finite largest logit."""
-    if not np.isfinite(largest):
-        return False
-    for i in range(len(logits_V)):
-        probs_V[i] = exp2((logits_V[i] - largest) * scale)
-    total = _sum(probs_V)  # of NaN is NaN
-    if not np.isfinite(total):
-        return False
-    factor = np.float32(1.0 / total)
-    for i in range(len(probs_V)):
-        probs_V[i] *= factor
-    return True
-
-
-@njit(error_model="numpy")  # type: ignore[untyped-decorator]
-def draw(probs_V: Any, uniform: Any) -> Any:
-    """What :func:`sample_row` gives."""
-    size = len(probs_V)
-    num_chunks = (size + _CHUNK - 1) // _CHUNK
-    mass = np.empty(num_chunks)
-    total = 0.0
-    for c in range(num_chunks):
-        mass[c] = _sum(probs_V[c * _CHUNK : min((c + 1) * _CHUNK, size)])
-        total += mass[c]
-    if not (np.isfinite(total) and total > 0.0):
-        return -1
-    wanted, inside, chunk = uniform * total, 0.0, 0
-    for c in range(num_chunks):
-        if mass[c] > 0.0:
-            inside += mass[c]
-            chunk = c
-            if inside > wanted:
-                break
-    if not inside > wanted:  # rounded up to the total: the last of all
-        wanted = np.inf
-    inside -= mass[chunk]
-    last = -1  # with mass: sums in another order may end a little below what is wanted
-    for i in range(chunk * _CHUNK, min((chunk + 1) * _CHUNK, size)):
-        if probs_V[i] > 0.0:
-            last = i
-            inside += np.float64(probs_V[i])
-            if inside > wanted:
-                break
-    return last
 
 
 @lru_cache
@@ -162,7 +116,7 @@ def _mass_kernel(source: str = SOURCE) -> Callable[..., None]:
     def masses(probs_NV, sums_N):  # type: ignore[no-untyped-def]
         _ = source
         for n in range(len(probs_NV)):
-            sums_N[n] = _sum(probs_NV[n])
+            sums_N[n] = sum_of(probs_NV[n])
 
     kernel: Callable[..., None] = remembered(masses)
     return kernel
@@ -182,7 +136,7 @@ def _sample_kernel(source: str = SOURCE) -> Callable[..., int]:
 def _residual_kernel(source: str = SOURCE) -> Callable[..., None]:
     def residual(p_V, q_D, ids_D, residual_V):  # type: ignore[no-untyped-def]
         _ = source
-        p_factor, q_factor = 1.0 / _sum(p_V), 1.0 / _sum(q_D)
+        p_factor, q_factor = 1.0 / sum_of(p_V), 1.0 / sum_of(q_D)
         for i in range(len(p_V)):
             residual_V[i] = np.float64(p_V[i]) * p_factor
         if len(ids_D) == 0:
@@ -192,7 +146,7 @@ def _residual_kernel(source: str = SOURCE) -> Callable[..., None]:
             for i in range(len(q_D)):
                 column = ids_D[i]
                 residual_V[column] = max(residual_V[column] - np.float64(q_D[i]) * q_factor, 0.0)
-        total = _sum(residual_V)
+        total = sum_of(residual_V)
         if total > 0.0:
             factor = 1.0 / total
             for i in range(len(residual_V)):

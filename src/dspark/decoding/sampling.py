@@ -111,7 +111,7 @@ def coupled_sample_rows(probs_RV: Tensor, gumbel_RV: Tensor) -> Tensor:
     token_R1 = scores_RV.argmax(dim=-1, keepdim=True)
     best_R1 = scores_RV.gather(-1, token_R1)
     if not bool((best_R1.isfinite() & (best_R1 > 0)).all()):
-        raise ValueError("probs_RV has a row without positive finite mass (all zero, or NaN)")
+        raise ValueError(_NO_MASS)
     return token_R1.squeeze(-1)
 
 

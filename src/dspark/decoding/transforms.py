@@ -50,7 +50,8 @@ def token_probs(
     if not logits.is_cpu or logits.dtype != torch.float32:
         return warp_logits(logits, settings, history, token_ids_of_columns).softmax(dim=-1)
     scores, temperature = logits, settings.temperature
-    if not settings.is_temperature_alone or logits.dim() not in (1, 2) or logits.shape[-1] == 0:
+    _check_columns(logits, token_ids_of_columns)
+    if not settings.is_temperature_alone:
         scores, temperature = warp_logits(logits, settings, history, token_ids_of_columns), 1.0
     scores_NV = scores.detach().reshape(-1, scores.shape[-1]).contiguous().numpy()
     probs_NV, bad_row = softmax_rows(scores_NV, temperature)
@@ -82,13 +83,7 @@ def warp_logits(
         ValueError: wrong shapes, a missing history, a biased id outside the vocabulary, or a row without any finite
             largest logit (NaN, +inf, or every token forbidden).
     """
-    if logits.dim() not in (1, 2) or logits.shape[-1] == 0:
-        raise ValueError(f"logits have shape {tuple(logits.shape)}; they must be [V] or [N, V] with V > 0")
-    if token_ids_of_columns is not None and token_ids_of_columns.shape != logits.shape[-1:]:
-        raise ValueError(
-            f"token_ids_of_columns has shape {tuple(token_ids_of_columns.shape)}, "
-            f"not [{logits.shape[-1]}]: one target id for each column of the logits"
-        )
+    _check_columns(logits, token_ids_of_columns)
     scores_NV = logits if logits.dtype == torch.float64 else logits.float()
     scores_NV = scores_NV.reshape(-1, logits.shape[-1])
     scores_NV = _with_bias(scores_NV, settings, token_ids_of_columns)
@@ -110,6 +105,16 @@ def warp_logits(
             scores_NV = _only_min_p(scores_NV, best_N1, settings.min_p)
         warped_NV = scores_NV
     return warped_NV.reshape(logits.shape)
+
+
+def _check_columns(logits: Tensor, token_ids_of_columns: Tensor | None) -> None:
+    if logits.dim() not in (1, 2) or logits.shape[-1] == 0:
+        raise ValueError(f"logits have shape {tuple(logits.shape)}; they must be [V] or [N, V] with V > 0")
+    if token_ids_of_columns is not None and token_ids_of_columns.shape != logits.shape[-1:]:
+        raise ValueError(
+            f"token_ids_of_columns has shape {tuple(token_ids_of_columns.shape)}, "
+            f"not [{logits.shape[-1]}]: one target id for each column of the logits"
+        )
 
 
 def _with_bias(scores_NV: Tensor, settings: SamplingSettings, token_ids_of_columns: Tensor | None) -> Tensor:
@@ -180,7 +185,10 @@ def columns_of(ids: Tensor, num_columns: int, token_ids_of_columns: Tensor | Non
 
 @lru_cache(maxsize=8)
 def _column_of_id(token_ids_of_columns: Tensor) -> Tensor:
-    """For each id up to the largest its column, or -1: of a draft vocabulary, which every round asks for."""
+    """For each id up to the largest its column, or -1: of a draft vocabulary, which every round asks for.
+
+    A drafter's requests share one tensor of ids, which nobody changes.
+    """
     column_of_id = token_ids_of_columns.new_full((int(token_ids_of_columns.max()) + 1,), -1)
     column_of_id[token_ids_of_columns] = torch.arange(len(token_ids_of_columns), device=token_ids_of_columns.device)
     return column_of_id

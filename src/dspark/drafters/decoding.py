@@ -14,7 +14,7 @@ from torch import Tensor
 
 from dspark.drafters.backbone import DraftLayer, FusedWeights
 from dspark.drafters.cache import DrafterCache
-from dspark.drafters.draft_kernel import DraftKernel, DraftWeights
+from dspark.drafters.draft_kernel import DraftKernel, DraftWeights, quantised_rows
 from dspark.drafters.layers import RopeTables, Rotation, project_taps, rms_norm
 from dspark.drafters.protocol import DraftBlock, PlainSampler
 from dspark.drafters.sequential import corrected_logits
@@ -52,6 +52,10 @@ class DraftComputation(Protocol):
 
     def corrected(self, base_RD: Tensor, features_Rr: Tensor) -> Tensor:
         """``U + f W2``, of a drafter with a sequential head."""
+        ...
+
+    def confidences(self, hidden_RGH: Tensor, known_RG: Tensor) -> Tensor | None:
+        """Confidence logits ``[R, G]`` of slots whose previous tokens are ``known_RG``; None without the head."""
         ...
 
 
@@ -143,6 +147,9 @@ class FloatComputation:
     def corrected(self, base_RD: Tensor, features_Rr: Tensor) -> Tensor:
         return corrected_logits(self._drafter.markov_head, base_RD, features_Rr)
 
+    def confidences(self, hidden_RGH: Tensor, known_RG: Tensor) -> Tensor | None:
+        return self._drafter.confidence_logits(hidden_RGH, known_RG)
+
     def _fused_weights(self) -> FusedWeights:
         if self._fused is None or not self._fused.is_current(self._drafter.layers):
             self._fused = FusedWeights.build(self._drafter.layers)
@@ -195,11 +202,11 @@ class Int8Computation:
             context_norm_H=_copy(drafter.hidden_norm.weight),
             context_kv=_int8(fused.qkv_LOH[:, first_key_row:].flatten(0, 1)),
             key_norms_Ld=_copy(fused.head_norms_L2d[:, 1]),
-            embedding_VH=drafter.embed_tokens.weight.detach().float().contiguous(),  # the target's own, in float32
+            embedding_VH=_readable(drafter.embed_tokens.weight),
             mask_token_id=config.mask_token_id,
             lm_head=_int8(drafter.lm_head.weight),
             draft_token_ids_D=drafter.draft_token_ids_D,
-            w1_Vr=None if self._w2 is None else _copy(drafter.markov_head.markov_w1.weight),
+            features_V=None if self._w2 is None else quantised_rows(_copy(drafter.markov_head.markov_w1.weight)),
             w2=self._w2,
             confidence_H=confidence_H,
             confidence_V=confidence_V,
@@ -208,7 +215,7 @@ class Int8Computation:
             DecoderKernel(shape, layers, _copy(drafter.norm.weight), is_half=False),
             shape,
             weights,
-            rope=ropes.like(weights.embedding_VH),
+            rope=ropes.like(weights.context_norm_H),
             num_inputs=config.num_block_inputs,
             block_size=config.block_size,
         )
@@ -238,6 +245,9 @@ class Int8Computation:
         assert self._w2 is not None, "the drafter has no sequential head"
         return base_RD + self._w2(features_Rr.float())
 
+    def confidences(self, hidden_RGH: Tensor, known_RG: Tensor) -> Tensor | None:
+        return self._kernel.confidences(hidden_RGH, known_RG)
+
 
 def _confidence_parts(drafter: DSparkDrafter) -> tuple[Tensor | None, Tensor | None]:
     """The confidence head as weights of the state, and what it adds for every token that may come before; or None."""
@@ -255,6 +265,12 @@ def _confidence_parts(drafter: DSparkDrafter) -> tuple[Tensor | None, Tensor | N
 def head_norms(norms_L2d: Tensor, heads: int, kv_heads: int) -> Tensor:
     """q_norm for every query head and k_norm for every key head, side by side: ``[L, h + g, d]``."""
     return torch.cat((norms_L2d[:, :1].expand(-1, heads, -1), norms_L2d[:, 1:].expand(-1, kv_heads, -1)), dim=1)
+
+
+def _readable(weight: Tensor) -> Tensor:
+    """The weight itself in a type that compiled code reads, else a copy."""
+    weight = weight.detach()
+    return (weight if weight.dtype in (torch.float32, torch.bfloat16) else weight.float()).contiguous()
 
 
 def _copy(weight: Tensor) -> Tensor:

@@ -22,7 +22,6 @@ from numba import njit
 from numba.np.numpy_support import carray
 from torch import Tensor
 
-from dspark.decoding.compiled import draw, softmax_of
 from dspark.drafters.cache import DrafterCache
 from dspark.drafters.protocol import PlainSampler
 from dspark.models.attention import AttentionPlan
@@ -32,11 +31,11 @@ from dspark.models.decoder_layer import LayersShape
 from dspark.models.int8_intrinsics import GROUP, add_atomically
 from dspark.models.int8_linear import LINE, GroupedInt8Linear, finish, multiply, new_counters, quantise, take, wait
 from dspark.models.rope import RopeTable
-from dspark.models.row_kernels import add_row, copy_row, norm_row, rotate_head
+from dspark.models.row_kernels import add_row, copy_row, draw, norm_row, rotate_head, softmax_of
 from dspark.models.threads import run_together
 from dspark.models.vector_intrinsics import pointer
 
-__all__ = ["DraftKernel", "DraftWeights", "DraftedBlocks"]
+__all__ = ["DraftKernel", "DraftWeights", "DraftedBlocks", "quantised_rows"]
 
 _CONTEXT_PHASES = 5
 _PHASES_BESIDE_LAYERS = 4
@@ -53,10 +52,10 @@ class DraftWeights:
         fc, context_norm_H: from taps to context features.
         context_kv: from those to keys and values of all layers.
         key_norms_Ld: norms of keys.
-        embedding_VH, mask_token_id: of a block's inputs, the anchor and masks behind it.
+        embedding_VH, mask_token_id: of a block's inputs, the anchor and masks behind it; float32 or bfloat16.
         lm_head: on the draft vocabulary.
         draft_token_ids_D: None where the draft vocabulary is the target's.
-        w1_Vr, w2: of a vanilla sequential head; None without one.
+        features_V, w2: of a vanilla sequential head: `quantised_rows` of W1, and W2; None without one.
         confidence_H, confidence_V: the confidence logit of a slot is ``confidence_H · hidden`` and a number of the
             token before it; None without a confidence head.
     """
@@ -69,7 +68,7 @@ class DraftWeights:
     mask_token_id: int
     lm_head: GroupedInt8Linear
     draft_token_ids_D: Tensor | None
-    w1_Vr: Tensor | None
+    features_V: Tensor | None
     w2: GroupedInt8Linear | None
     confidence_H: Tensor | None
     confidence_V: Tensor | None
@@ -118,8 +117,6 @@ class DraftKernel:
         self._weights = weights
         self._rope = rope
         self._num_inputs, self._block_size = num_inputs, block_size
-        self._features_V = _quantised_rows(weights.w1_Vr) if weights.w1_Vr is not None else None
-        self._num_tokens = next((len(t) for t in (weights.w1_Vr, weights.confidence_V) if t is not None), 0)
         self._kernel = _kernel()
 
     def write_context(self, cache: DrafterCache) -> None:
@@ -140,10 +137,16 @@ class DraftKernel:
             anchors_R: int64, the last token of each.
             count: draft tokens G wanted.
             sampler: to get tokens too; or None.
+
+        Raises:
+            ValueError: an anchor is outside the vocabulary, the sampler is of other rows or fewer tokens, the cache is
+                another model's, or logits that are drawn from have no finite maximum.
         """
         weights, threads = self._weights, torch.get_num_threads()
         rows, num_inputs, num_slots = len(slots), self._num_inputs, len(slots) * count
-        hidden, size = weights.embedding_VH.shape[1], weights.lm_head.size_out
+        scales_R, uniforms_RG = _draws(sampler, rows, count)
+        vocab_size, hidden = weights.embedding_VH.shape
+        size = weights.lm_head.size_out
         plan = AttentionPlan(cache.blocks(slots, num_inputs), cache, causal=False)
         x_NH = torch.empty(rows * num_inputs, hidden)
         rope = self._rope.table(plan.places.last_position)
@@ -156,14 +159,19 @@ class DraftKernel:
         hidden_MH, base_MD = torch.empty(num_slots, hidden), torch.empty(num_slots, weights.lm_head.padded_out)
         known = np.empty((rows, count + 1), np.int64)
         known[:, 0] = anchors_R.numpy()
-        if known[:, 0].min() < 0 or known[:, 0].max() >= len(weights.embedding_VH):
-            raise ValueError(f"anchors_R has an id outside the vocabulary 0..{len(weights.embedding_VH) - 1}")
+        if known[:, 0].min() < 0 or known[:, 0].max() >= vocab_size:
+            raise ValueError(f"anchors_R has an id outside the vocabulary 0..{vocab_size - 1}")
         confidences_M = torch.empty(num_slots)
-        scales_R, uniforms_RG, probs_MD = _draws(sampler, rows, count, size)
+        probs_RGD: Tensor | None = None
+        if (scales_R > 0.0).any():
+            probs_RGD = torch.empty(rows, count, size)
+            for row in np.flatnonzero(scales_R < 0.0).tolist():
+                probs_RGD[row] = 0.0
         arguments = (
             context,
             (
-                weights.embedding_VH.data_ptr(), weights.mask_token_id, known.ctypes.data, rows, count, num_inputs,
+                weights.embedding_VH.data_ptr(), weights.embedding_VH.dtype == torch.bfloat16, weights.mask_token_id,
+                known.ctypes.data, rows, count, num_inputs,
                 hidden, x_NH.data_ptr(),
             ),
             layers.arguments,
@@ -173,12 +181,12 @@ class DraftKernel:
             ),
             (
                 base_MD.data_ptr(), base_MD.shape[1], size, rows, count, known.ctypes.data, scales_R.ctypes.data,
-                uniforms_RG.ctypes.data, _address(probs_MD), _address(weights.draft_token_ids_D),
-                _address(self._features_V), self._num_tokens, *_addresses(weights.w2), correction_at, q_at,
+                uniforms_RG.ctypes.data, _address(probs_RGD), _address(weights.draft_token_ids_D),
+                _address(weights.features_V), vocab_size, *_addresses(weights.w2), correction_at, q_at,
             ),
             (
-                hidden_MH.data_ptr(), hidden, rows, count, known.ctypes.data, _address(weights.confidence_H),
-                _address(weights.confidence_V), self._num_tokens, confidences_M.data_ptr(),
+                hidden_MH.data_ptr(), hidden, rows, count, known.ctypes.data, count + 1, _address(weights.confidence_H),
+                _address(weights.confidence_V), vocab_size, confidences_M.data_ptr(),
             ),
             sampler is not None,
             weights.confidence_H is not None,
@@ -188,7 +196,7 @@ class DraftKernel:
         kernel = self._kernel
         memory = (
             self, cache, layers, context_memory, scratch, hidden_MH, base_MD, known, confidences_M,
-            scales_R, uniforms_RG, probs_MD, counters,
+            scales_R, uniforms_RG, probs_RGD, counters,
         )  # fmt: skip
         if not run_together(lambda: kernel(*arguments, counters_at, threads), threads, memory):
             raise ValueError(OUTSIDE)
@@ -200,13 +208,32 @@ class DraftKernel:
             hidden_RGH=hidden_MH.view(rows, count, hidden),
             base_RGD=base_MD[:, :size].unflatten(0, (rows, count)),
             tokens_RG=None if sampler is None else torch.from_numpy(known)[:, 1:],
-            probs_RGD=None if probs_MD is None else probs_MD.view(rows, count, size),
+            probs_RGD=probs_RGD,
             confidence_logits_RG=confidences_M.view(rows, count) if has_confidences else None,
         )
+
+    def confidences(self, hidden_RGH: Tensor, known_RG: Tensor) -> Tensor | None:
+        """Confidence logits ``[R, G]`` of slots whose previous tokens are known, as `draft` gives them; or None."""
+        weights, (rows, count, hidden) = self._weights, hidden_RGH.shape
+        if weights.confidence_H is None:
+            return None
+        out_RG = torch.empty(rows, count)
+        hidden_RGH, known_RG = hidden_RGH.contiguous(), known_RG.contiguous()
+        counters, counters_at = new_counters(1, 1)
+        _confidence_kernel()(
+            (
+                hidden_RGH.data_ptr(), hidden, rows, count, known_RG.data_ptr(), count, weights.confidence_H.data_ptr(),
+                _address(weights.confidence_V), len(weights.embedding_VH), out_RG.data_ptr(),
+            ),
+            counters_at,
+        )  # fmt: skip
+        del counters
+        return out_RG
 
     def _context(self, cache: DrafterCache) -> tuple[tuple[object, ...], tuple[object, ...]]:
         """Arguments of ``_write_context``, and what they know by address. The later of two at one place comes later."""
         c, weights, waiting = self._shape, self._weights, cache.waiting
+        self._layers.check_cache(cache)
         taps_NT = _joined([context.taps_NT for context in waiting], torch.empty(0, weights.fc.size_in))
         taps_NT = taps_NT.float().contiguous()
         positions_N = _joined([context.places.positions_N for context in waiting], torch.empty(0, dtype=torch.int64))
@@ -227,17 +254,24 @@ class DraftKernel:
         return arguments, (taps_NT, positions_N, token_rows_N, rope, scratch)
 
 
-def _draws(sampler: PlainSampler | None, rows: int, count: int, size: int) -> tuple[Floats, Floats, Tensor | None]:
-    """What the exponents of 2 in each row's softmax are scaled by (0: the most likely token), uniforms, room for it."""
-    if sampler is None or sampler.is_greedy:
-        return np.zeros(rows, np.float32), np.empty((0, 0)), None
-    temperatures_R = np.array(sampler.temperatures_R)
-    scales_R = np.zeros(rows, np.float32)
-    np.divide(math.log2(math.e), temperatures_R, out=scales_R, where=temperatures_R > 0, casting="same_kind")
-    probs_RGD = torch.empty(rows, count, size)
-    for row in np.flatnonzero(temperatures_R == 0).tolist():
-        probs_RGD[row] = 0.0
-    return scales_R, np.ascontiguousarray(sampler.uniforms_RG[:, :count]), probs_RGD.flatten(0, 1)
+def _draws(sampler: PlainSampler | None, rows: int, count: int) -> tuple[Floats, Floats]:
+    """What the exponents of 2 in each row's softmax are scaled by, negative for the most likely token; and uniforms."""
+    if sampler is None:
+        return np.full(rows, -1.0, np.float32), np.empty((0, 0))
+    if len(sampler.temperatures_R) != rows:
+        raise ValueError(
+            f"the sampler has {len(sampler.temperatures_R)} temperatures: give one for each of {rows} rows"
+        )
+    if sampler.is_greedy:
+        return np.full(rows, -1.0, np.float32), np.empty((0, 0))
+    uniforms_RG = np.ascontiguousarray(sampler.uniforms_RG[:, :count], np.float64)
+    if uniforms_RG.shape != (rows, count) or not ((uniforms_RG >= 0.0) & (uniforms_RG < 1.0)).all():
+        raise ValueError(
+            f"the sampler's uniforms have shape {sampler.uniforms_RG.shape}: give a number in [0, 1) for each of "
+            f"{rows} rows and {count} tokens"
+        )
+    scales = [math.log2(math.e) / value if value > 0.0 else -1.0 for value in sampler.temperatures_R]
+    return np.array(scales, np.float32), uniforms_RG
 
 
 def _joined(parts: Sequence[Tensor], nothing: Tensor) -> Tensor:
@@ -256,11 +290,12 @@ def _addresses(linear: GroupedInt8Linear | None) -> tuple[int, int, int, int]:
     return linear.packed.data_ptr(), linear.packed.shape[1], linear.bias.data_ptr(), linear.padded_out
 
 
-def _quantised_rows(values_Vr: Tensor) -> Tensor:
+def quantised_rows(values_Vr: Tensor) -> Tensor:
     """All rows as `multiply` reads them: numbers, then scales, then sums."""
     rows, size = values_Vr.shape
     out = torch.empty(rows * -(-size // GROUP) * (GROUP + 8), dtype=torch.uint8)
-    _quantiser()(values_Vr.contiguous().data_ptr(), rows, size, out.data_ptr())
+    values_Vr = values_Vr.contiguous()
+    _quantiser()(values_Vr.data_ptr(), rows, size, out.data_ptr())
     return out
 
 
@@ -318,8 +353,8 @@ def _write_context(
 
 @njit(error_model="numpy")  # type: ignore[untyped-decorator]
 def _embed(
-    embedding_at: int, mask_token_id: int, known_at: int, rows: int, count: int, inputs: int, hidden: int, x_at: int,
-    counters_at: int, threads: int,
+    embedding_at: int, is_bfloat16: bool, mask_token_id: int, known_at: int, rows: int, count: int, inputs: int,
+    hidden: int, x_at: int, counters_at: int, threads: int,
 ) -> Any:  # fmt: skip
     """One phase: inputs of all blocks, an anchor and masks."""
     known = carray(pointer(known_at), (rows, count + 1), np.int64)
@@ -328,7 +363,14 @@ def _embed(
         if row >= rows * inputs:
             break
         token = mask_token_id if row % inputs else known[row // inputs, 0]
-        copy_row(embedding_at + token * hidden * 4, x_at + row * hidden * 4, hidden)
+        x_row_at = x_at + row * hidden * 4
+        if is_bfloat16:  # the upper half of a float32
+            halves = carray(pointer(embedding_at + token * hidden * 2), hidden, np.uint16)
+            bits = carray(pointer(x_row_at), hidden, np.uint32)
+            for i in range(hidden):
+                bits[i] = np.uint32(halves[i]) << np.uint32(16)
+        else:
+            copy_row(embedding_at + token * hidden * 4, x_row_at, hidden)
         finish(counters_at, 1)
     return wait(counters_at, rows * inputs, threads)
 
@@ -355,7 +397,7 @@ def _base_logits(
 def _copy_features(
     features_at: int, num_features: int, feature: int, row: int, rows: int, groups: int, q_at: int
 ) -> None:
-    """A row of what `_quantised_rows` gave, as ``row`` of ``rows``."""
+    """A row of what `quantised_rows` gave, as ``row`` of ``rows``."""
     size = groups * GROUP
     numbers = carray(pointer(features_at + feature * size), size, np.int8)
     to = carray(pointer(q_at + row * size), size, np.int8)
@@ -423,7 +465,7 @@ def _draw_tokens(
                 add_row(corrected_at, logits_at, size)
                 logits_at = corrected_at
             column = _most_likely(logits_at, size)
-            if scales[row] != 0.0:
+            if scales[row] > 0.0:
                 logits = carray(pointer(logits_at), size, np.float32)
                 probs = carray(pointer(probs_at + (row * count + k) * size * 4), size, np.float32)
                 uniform = carray(pointer(uniforms_at), (rows, count), np.float64)[row, k]
@@ -439,11 +481,11 @@ def _draw_tokens(
 
 @njit(error_model="numpy")  # type: ignore[untyped-decorator]
 def _take_confidences(
-    hidden_at: int, hidden: int, rows: int, count: int, known_at: int, weight_at: int, of_tokens_at: int,
-    num_tokens: int, confidences_at: int, counters_at: int, threads: int,
+    hidden_at: int, hidden: int, rows: int, count: int, known_at: int, known_width: int, weight_at: int,
+    of_tokens_at: int, num_tokens: int, confidences_at: int, counters_at: int, threads: int,
 ) -> Any:  # fmt: skip
     """One phase: confidence logits of all slots (SPEC eq. 7)."""
-    known = carray(pointer(known_at), (rows, count + 1), np.int64)
+    known = carray(pointer(known_at), (rows, known_width), np.int64)
     weight = carray(pointer(weight_at), hidden, np.float32)
     of_tokens = carray(pointer(of_tokens_at), num_tokens, np.float32)
     confidences = carray(pointer(confidences_at), (rows, count), np.float32)
@@ -453,7 +495,7 @@ def _take_confidences(
             break
         for k in range(count):
             state = carray(pointer(hidden_at + (row * count + k) * hidden * 4), hidden, np.float32)
-            confidences[row, k] = _dot(state, weight) + of_tokens[known[row, k]]
+            confidences[row, k] = _dot(state, weight) + of_tokens[max(known[row, k], 0)]
         finish(counters_at, 1)
     return wait(counters_at, rows, threads)
 
@@ -488,6 +530,16 @@ def _context_kernel(source: str = SOURCE) -> Callable[..., bool]:
         return True
 
     kernel: Callable[..., bool] = remembered(write_context)
+    return kernel
+
+
+@lru_cache
+def _confidence_kernel(source: str = SOURCE) -> Callable[..., None]:
+    def confidences(slots, counters_at):  # type: ignore[no-untyped-def]
+        _ = source
+        _take_confidences(*slots, counters_at, 1)
+
+    kernel: Callable[..., None] = remembered(confidences)
     return kernel
 
 

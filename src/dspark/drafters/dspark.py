@@ -167,7 +167,7 @@ class DSparkDrafter(DraftModel):
             if block is not None:
                 return block
         hidden_RGH, base_RGD = self._computation.blocks(cache, slots, anchors_R, count)
-        hidden_RGH = hidden_RGH.to(self.dtype)  # what the heads have
+        head_hidden_RGH = hidden_RGH.to(self.dtype)  # the type of the heads' parameters
         draft_ids_D = self.draft_token_ids_D
         head = self._head
         known = torch.empty(len(slots), count + 1, dtype=torch.int64, device=self.device)  # x_0 .. x_G
@@ -178,7 +178,7 @@ class DSparkDrafter(DraftModel):
             logits_RD = base_RGD[:, k]
             if head is not None:
                 embedding_Rr = embed_previous(head, known[:, k])
-                features_Rr, state = head.step_features(embedding_Rr, hidden_RGH[:, k], state)
+                features_Rr, state = head.step_features(embedding_Rr, head_hidden_RGH[:, k], state)
                 logits_RD = self._computation.corrected(logits_RD, features_Rr)
             columns_R, probs_RD = sample(k, logits_RD, known[:, 1 : k + 1])
             known[:, k + 1] = columns_R if draft_ids_D is None else draft_ids_D[columns_R]
@@ -186,7 +186,7 @@ class DSparkDrafter(DraftModel):
         return DraftBlock(
             tokens_RG=known[:, 1:],
             probs_RGD=stack_distributions(distributions),
-            confidence_logits_RG=self._confidence(hidden_RGH, known[:, :count]),
+            confidence_logits_RG=self._computation.confidences(hidden_RGH, known[:, :count]),
         )
 
     # ---- training ----------------------------------------------------------------------------------------------------
@@ -226,7 +226,7 @@ class DSparkDrafter(DraftModel):
         base_XGD = F.linear(hidden_XGH, self.lm_head.weight)
         head = self._head
         if head is None:
-            return base_XGD, self._confidence(hidden_XGH, previous_XG)
+            return base_XGD, self.confidence_logits(hidden_XGH, previous_XG)
         embedding_XGr = embed_previous(head, previous_XG)
         features_XGr = head.block_features(embedding_XGr, hidden_XGH)
         logits_ND = corrected_logits(head, base_XGD.flatten(0, -2), features_XGr.flatten(0, -2))
@@ -244,7 +244,8 @@ class DSparkDrafter(DraftModel):
 
     # ---- shared ------------------------------------------------------------------------------------------------------
 
-    def _confidence(self, hidden_XGH: Tensor, previous_XG: Tensor) -> Tensor | None:
+    def confidence_logits(self, hidden_XGH: Tensor, previous_XG: Tensor) -> Tensor | None:
+        """Confidence logits ``[X, G]`` of slots whose previous tokens are known; None without the head."""
         if not self.config.enable_confidence_head:
             return None
         head = self._head

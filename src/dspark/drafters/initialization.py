@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import lru_cache
 from typing import Protocol
 
 import torch
@@ -37,7 +38,13 @@ def draft_token_ids(drafter: TargetParts) -> Tensor | None:
     """Target id of every draft column; None where the draft vocabulary is the target's."""
     if not drafter.config.has_reduced_vocabulary:
         return None
-    return drafter.d2t + torch.arange(len(drafter.d2t), device=drafter.d2t.device)
+    return _token_ids(drafter.d2t, drafter.d2t._version)
+
+
+@lru_cache(maxsize=8)
+def _token_ids(d2t_D: Tensor, version: int) -> Tensor:
+    """Made once for each drafter, so that all its requests share one tensor; ``version`` counts changes in place."""
+    return d2t_D + torch.arange(len(d2t_D), device=d2t_D.device)
 
 
 def check_target(config: DrafterConfig, target: DraftTarget) -> None:

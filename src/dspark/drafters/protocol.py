@@ -154,8 +154,12 @@ class PlainSampler:
         """Distributions of greedy rows are zero; None if all are."""
         if self.is_greedy:
             return argmax_rows(logits_RD), None
+        if len(set(self.temperatures_R)) == 1:
+            probs_RD = token_probs(logits_RD, SamplingSettings(temperature=self.temperatures_R[0]))
+            return sample_rows(probs_RD, torch.from_numpy(self.uniforms_RG[:, position])), probs_RD
         columns_R = tokens_Rk.new_empty(len(logits_RD))
-        probs_RD = torch.zeros_like(logits_RD, dtype=torch.float32)
+        dtype = torch.promote_types(logits_RD.dtype, torch.float32)  # of distributions
+        probs_RD = torch.zeros_like(logits_RD, dtype=dtype)
         for temperature in set(self.temperatures_R):
             rows = [row for row, other in enumerate(self.temperatures_R) if other == temperature]
             if temperature == 0:

@@ -56,7 +56,7 @@ def draft_sampler(rows: Sequence[RequestSampling], lengths: Sequence[int]) -> Dr
     Distributions are those of the rows of the p/q rule, zero elsewhere; None if there is no such row.
     """
     if all(row.draws_plainly for row in rows):
-        uniforms_RG = np.zeros((len(rows), max(lengths)))
+        uniforms_RG = np.zeros((len(rows), max(lengths, default=0)))
         for row, length, uniforms_G in zip(rows, lengths, uniforms_RG, strict=True):
             if row.rule == "speculative":
                 uniforms_G[:length] = [row.random() for _ in range(length)]

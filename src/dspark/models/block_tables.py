@@ -138,8 +138,8 @@ class BlockTables:
         last_position = max(segment.end for segment in segments) - 1
         if len(segments) == 1:
             segment = segments[0]
-            positions_N = np.arange(segment.start, segment.end)
-            slots_N = np.full(segment.length, segment.slot)
+            positions_N: npt.NDArray[np.int64] = np.arange(segment.start, segment.end, dtype=np.int64)
+            slots_N = np.full(segment.length, segment.slot, np.int64)
             first_row = self._first_rows[segment.slot]
             if first_row is not None:
                 return Places(
@@ -149,18 +149,16 @@ class BlockTables:
                     last_position=last_position,
                 )
         else:
-            lengths = np.array([segment.length for segment in segments])
-            starts = np.array([segment.start for segment in segments])
-            slots_N = np.array([segment.slot for segment in segments]).repeat(lengths)
+            lengths = np.array([segment.length for segment in segments], np.int64)
+            starts = np.array([segment.start for segment in segments], np.int64)
+            slots_N = np.array([segment.slot for segment in segments], np.int64).repeat(lengths)
             # A token's position is its index in the batch plus what its segment's first token is ahead of that.
-            positions_N = np.arange(len(slots_N)) + (starts - (lengths.cumsum() - lengths)).repeat(lengths)
+            positions_N = np.arange(len(slots_N), dtype=np.int64) + (
+                starts - (np.cumsum(lengths, dtype=np.int64) - lengths)
+            ).repeat(lengths)
         rows_N = self._host_SB[slots_N, positions_N // BLOCK_SIZE] * np.int64(BLOCK_SIZE) + positions_N % BLOCK_SIZE
-        return Places(
-            slots_N=self._tensor(slots_N),
-            positions_N=self._tensor(positions_N),
-            rows=self._tensor(rows_N),
-            last_position=last_position,
-        )
+        slots, positions, rows = self._tensor(np.stack([slots_N, positions_N, rows_N]))  # to a GPU in one copy
+        return Places(slots_N=slots, positions_N=positions, rows=rows, last_position=last_position)
 
     def slot_rows(self, slots: Sequence[int], length: int) -> torch.Tensor:
         """Rows ``[R, length]`` of the first positions of ``slots``, some row or other where a slot has none."""

@@ -125,15 +125,7 @@ class DecoderKernel:
     ) -> PreparedLayers:
         """What :func:`run_layers` needs for such a call, in which taps are in the order of their layers."""
         c, threads = self._shape, torch.get_num_threads()
-        shape: tuple[int, ...] = (c.num_layers, c.num_kv_heads, plan.tables.num_rows, c.head_dim)
-        dtype = torch.float16 if self._is_half else torch.float32
-        if self._is_half:
-            shape = columns_shape(shape)
-        if cache.keys.shape != shape or cache.keys.dtype != dtype:
-            raise ValueError(
-                f"the cache holds keys {tuple(cache.keys.shape)} in {cache.keys.dtype}, this model {shape} in {dtype}: "
-                "take one from its new_cache"
-            )
+        self.check_cache(cache)
         rows, hidden = x_NH.shape
         tap_columns, num_taps = self._columns_of_taps(tuple(tap_layers))
         taps_NT = torch.empty(rows, hidden * num_taps)
@@ -162,6 +154,19 @@ class DecoderKernel:
             out_NH=out_NH,
             taps_NT=taps_NT,
         )
+
+    def check_cache(self, cache: KVCache) -> None:
+        """Raise ValueError unless the memory of ``cache`` is this model's."""
+        c = self._shape
+        shape: tuple[int, ...] = (c.num_layers, c.num_kv_heads, cache.tables.num_rows, c.head_dim)
+        dtype = torch.float16 if self._is_half else torch.float32
+        if self._is_half:
+            shape = columns_shape(shape)
+        if cache.keys.shape != shape or cache.keys.dtype != dtype:
+            raise ValueError(
+                f"the cache holds keys {tuple(cache.keys.shape)} in {cache.keys.dtype}, this model {shape} in {dtype}: "
+                "take one from its new_cache"
+            )
 
     def _columns_of_taps(self, tap_layers: tuple[int, ...]) -> tuple[npt.NDArray[np.int64], int]:
         """For each layer its column among the taps, which go by layer, or -1; and how many taps there are."""

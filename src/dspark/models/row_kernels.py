@@ -1,6 +1,7 @@
-"""Compiled work on single rows of activations, in float32 and with sums in a fixed order.
+"""Compiled work on single rows of activations or probabilities, with sums in a fixed order.
 
-The bits of a row's result depend on that row alone. Rows are given by the address of their first number.
+The bits of a row's result depend on that row alone. Rows of activations are given by the address of their first number,
+those that tokens are drawn from as arrays.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from dspark.models.int8_intrinsics import GROUP
 from dspark.models.vector_intrinsics import fused_multiply_add, pointer, store_half
 
 _EXP2 = tuple(math.log(2.0) ** k / math.factorial(k) for k in range(8))
+_CHUNK = 256  # of what is drawn from: nine tenths of the cumulative sums are never needed
 _ROUND = 1.5 * 2**23  # added to a small float32, it leaves the nearest whole number in the lowest bits
 
 
@@ -149,3 +151,63 @@ def quantise_row(x_at: int, size: int, q_at: int, scales_at: int, sums_at: int) 
                 q[i] = 0
         scales[g] = scale
         sums[g] = np.int32(-128) * total
+
+
+@njit(fastmath={"reassoc", "contract"}, error_model="numpy")  # type: ignore[untyped-decorator]
+def sum_of(values: Any) -> Any:
+    """In float64 and as many parts as vectors have lanes: an order that the compiler sets once, whatever the row."""
+    total = 0.0
+    for i in range(len(values)):
+        total += np.float64(values[i])
+    return total
+
+
+@njit(error_model="numpy")  # type: ignore[untyped-decorator]
+def softmax_of(logits_V: Any, largest: Any, scale: Any, probs_V: Any) -> bool:
+    """Softmax of a row with scale ``log2(e) / temperature``; False if it has NaN or no finite largest logit."""
+    if not np.isfinite(largest):
+        return False
+    for i in range(len(logits_V)):
+        probs_V[i] = exp2((logits_V[i] - largest) * scale)
+    total = sum_of(probs_V)  # of NaN is NaN
+    if not np.isfinite(total):
+        return False
+    factor = np.float32(1.0 / total)
+    for i in range(len(probs_V)):
+        probs_V[i] *= factor
+    return True
+
+
+@njit(error_model="numpy")  # type: ignore[untyped-decorator]
+def draw(probs_V: Any, uniform: Any) -> Any:
+    """The first id i with p_0 + ... + p_i > u * (p_0 + ... + p_{V-1}), in float64; -1 without positive finite mass.
+
+    An id of probability 0 is never returned.
+    """
+    size = len(probs_V)
+    num_chunks = (size + _CHUNK - 1) // _CHUNK
+    mass = np.empty(num_chunks)
+    total = 0.0
+    for c in range(num_chunks):
+        mass[c] = sum_of(probs_V[c * _CHUNK : min((c + 1) * _CHUNK, size)])
+        total += mass[c]
+    if not (np.isfinite(total) and total > 0.0):
+        return -1
+    wanted, inside, chunk = uniform * total, 0.0, 0
+    for c in range(num_chunks):
+        if mass[c] > 0.0:
+            inside += mass[c]
+            chunk = c
+            if inside > wanted:
+                break
+    if not inside > wanted:  # rounded up to the total: the last of all
+        wanted = np.inf
+    inside -= mass[chunk]
+    last = -1  # with mass: sums in another order may end a little below what is wanted
+    for i in range(chunk * _CHUNK, min((chunk + 1) * _CHUNK, size)):
+        if probs_V[i] > 0.0:
+            last = i
+            inside += np.float64(probs_V[i])
+            if inside > wanted:
+                break
+    return last

@@ -12,8 +12,8 @@ from functools import lru_cache
 def run_together(task: Callable[[], bool], threads: int, memory: object) -> bool:
     """Run ``task`` here and in ``threads - 1`` helpers at once, and wait for all; whether all returned True.
 
-    The task hands out its work itself, to whoever asks, and must be complete when the caller's own run returns: helpers
-    may come late, or not at all.
+    The task hands out its work itself, to whoever asks: helpers may come late, or not at all. What one of them has
+    taken is waited for.
 
     Args:
         memory: what the task knows by its addresses. It lives as long as a helper runs, even if Ctrl-C ends the wait.
