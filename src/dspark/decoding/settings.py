@@ -8,8 +8,6 @@ from dataclasses import dataclass, field
 
 MIN_TEMPERATURE = 1e-5
 """Smallest positive temperature: below it division overflows and the answer is greedy anyway."""
-MAX_TEMPERATURE = 1e6
-"""Far above it all tokens are equally likely, and a quotient of logits is no longer a number."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -17,7 +15,7 @@ class SamplingSettings:
     """How a request turns logits into a distribution; ``transforms`` says in which order it is applied.
 
     Attributes:
-        temperature: 0 is greedy (the largest logit after bias and penalties, ties to the lowest id); else 1e-5 to 1e6.
+        temperature: 0 is greedy (the largest logit after bias and penalties, ties to the lowest id); else >= 1e-5.
         top_k: keep the ``top_k`` largest logits and all that equal the last of them; None keeps all.
         top_p: keep the smallest set of most probable tokens whose mass reaches ``top_p``; 1 keeps all.
         min_p: keep tokens at least ``min_p`` times as probable as the most probable one; 0 keeps all.
@@ -47,8 +45,8 @@ class SamplingSettings:
         ):  # fmt: skip
             _require(_is_number(getattr(self, name)), name, getattr(self, name), "a finite number")
         _require(
-            self.temperature == 0 or MIN_TEMPERATURE <= self.temperature <= MAX_TEMPERATURE,
-            "temperature", self.temperature, f"0 (greedy) or from {MIN_TEMPERATURE} to {MAX_TEMPERATURE:.0f}",
+            self.temperature == 0 or self.temperature >= MIN_TEMPERATURE,
+            "temperature", self.temperature, f"0 (greedy) or at least {MIN_TEMPERATURE}",
         )  # fmt: skip
         _require(
             self.top_k is None or (_is_integer(self.top_k) and self.top_k >= 1),

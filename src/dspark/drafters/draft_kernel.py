@@ -163,7 +163,7 @@ class DraftKernel:
             raise ValueError(f"anchors_R has an id outside the vocabulary 0..{vocab_size - 1}")
         confidences_M = torch.empty(num_slots)
         probs_RGD: Tensor | None = None
-        if (scales_R > 0.0).any():
+        if (scales_R >= 0.0).any():
             probs_RGD = torch.empty(rows, count, size)
             for row in np.flatnonzero(scales_R < 0.0).tolist():
                 probs_RGD[row] = 0.0
@@ -465,7 +465,7 @@ def _draw_tokens(
                 add_row(corrected_at, logits_at, size)
                 logits_at = corrected_at
             column = _most_likely(logits_at, size)
-            if scales[row] > 0.0:
+            if scales[row] >= 0.0:
                 logits = carray(pointer(logits_at), size, np.float32)
                 probs = carray(pointer(probs_at + (row * count + k) * size * 4), size, np.float32)
                 uniform = carray(pointer(uniforms_at), (rows, count), np.float64)[row, k]
