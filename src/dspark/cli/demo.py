@@ -16,6 +16,7 @@ from dspark.cli.options import (
     DrafterOption,
     DtypeOption,
     JsonOption,
+    MaxDraftTokensOption,
     MaxTokensOption,
     PromptsOption,
     SeedOption,
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
     from dspark.cli.prompts import Prompt
     from dspark.decoding.settings import SamplingSettings
     from dspark.engine.result import GenerationResult, RoundEvent
+    from dspark.engine.speculation import SpeculationSettings
 
 WARM_UP_TOKENS = 8
 
@@ -41,6 +43,7 @@ def demo(
     prompts: PromptsOption = None,
     target: TargetOption = "embedded",
     drafter: DrafterOption = None,
+    max_draft_tokens: MaxDraftTokensOption = None,
     dtype: DtypeOption = "auto",
     device: DeviceOption = "cpu",
     json: JsonOption = False,
@@ -54,9 +57,10 @@ def demo(
     """
     from dspark.cli.comparison import Comparison, Report
     from dspark.cli.demo_display import Display
-    from dspark.cli.models import open_models
+    from dspark.cli.models import open_models, usual_draft_tokens
     from dspark.cli.prompts import read_prompts
     from dspark.decoding.settings import SamplingSettings
+    from dspark.engine.speculation import SpeculationSettings
 
     with _prompts_path(prompts) as path:
         conversations = read_prompts(path)
@@ -69,16 +73,17 @@ def demo(
             "--drafter none leaves nothing to compare: name a drafter, or use `dspark generate --no-speculation`"
         )
 
+    drafting = SpeculationSettings(max_draft_tokens=usual_draft_tokens(models, max_draft_tokens))
     display = Display(console=console)
-    display.introduce(models, settings, device=device)
+    display.introduce(models, settings, device=device, max_draft_tokens=drafting.max_draft_tokens)
     comparisons: list[Comparison] = []
     interrupted = False
     try:
-        _warm_up(models, settings, conversations[0])
+        _warm_up(models, settings, conversations[0], drafting)
         for number, conversation in enumerate(conversations, start=1):
             display.prompt(f"{number} of {len(conversations)}", conversation)
-            plain = _answer(models, settings, conversation, max_tokens, display, speculation=False)
-            speculative = _answer(models, settings, conversation, max_tokens, display, speculation=True)
+            plain = _answer(models, settings, conversation, max_tokens, display, speculation=None)
+            speculative = _answer(models, settings, conversation, max_tokens, display, speculation=drafting)
             comparisons.append(Comparison(prompt=conversation, plain=plain, speculative=speculative))
     except KeyboardInterrupt:
         interrupted = True
@@ -92,6 +97,7 @@ def demo(
                 "dtype": models.target.model.compute_dtype,
                 "device": device,
             }
+            choices["max_draft_tokens"] = drafting.max_draft_tokens
             sampling = {"temperature": temperature, "seed": seed, "max_tokens": max_tokens}
             print(jsonlib.dumps(choices | sampling | {"environment": _environment()} | report.to_json()))
         else:
@@ -101,7 +107,13 @@ def demo(
 
 
 def _answer(
-    models: Models, settings: SamplingSettings, prompt: Prompt, max_tokens: int, display: Display, *, speculation: bool
+    models: Models,
+    settings: SamplingSettings,
+    prompt: Prompt,
+    max_tokens: int,
+    display: Display,
+    *,
+    speculation: SpeculationSettings | None,
 ) -> GenerationResult:
     from dspark.cli.demo_display import AcceptedText
 
@@ -119,7 +131,12 @@ def _answer(
 
 
 def _rounds(
-    models: Models, settings: SamplingSettings, prompt: Prompt, max_tokens: int, *, speculation: bool
+    models: Models,
+    settings: SamplingSettings,
+    prompt: Prompt,
+    max_tokens: int,
+    *,
+    speculation: SpeculationSettings | None,
 ) -> Iterator[RoundEvent]:
     from dspark.engine.generation import generate
     from dspark.models.chat import chat_token_ids
@@ -128,18 +145,19 @@ def _rounds(
     messages.append({"role": "user", "content": prompt.turns[0]})
     return generate(
         models.target.model,
-        models.drafter if speculation else None,
+        None if speculation is None else models.drafter,
         chat_token_ids(models.target.tokenizer, messages),
         settings,
         max_tokens=max_tokens,
         stop_token_ids=models.target.stop_token_ids,
         tokenizer=models.target.tokenizer,
+        speculation=speculation,
     )
 
 
-def _warm_up(models: Models, settings: SamplingSettings, prompt: Prompt) -> None:
+def _warm_up(models: Models, settings: SamplingSettings, prompt: Prompt, drafting: SpeculationSettings) -> None:
     """Pay for first-time work (allocations, kernel selection) outside the measurement."""
-    for speculation in (False, True):
+    for speculation in (None, drafting):
         for _ in _rounds(models, settings, prompt, WARM_UP_TOKENS, speculation=speculation):
             pass
 

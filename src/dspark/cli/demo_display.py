@@ -51,11 +51,15 @@ class Display:
     def _styled(self) -> bool:
         return self.console.is_terminal and self.console.color_system is not None
 
-    def introduce(self, models: Models, settings: SamplingSettings, *, device: str) -> None:
+    def introduce(
+        self, models: Models, settings: SamplingSettings, *, device: str, max_draft_tokens: int | None
+    ) -> None:
         mode = "greedy" if settings.is_greedy else f"temperature {settings.temperature:g}"
         seed = "" if settings.seed is None else f", seed {settings.seed}"
         place = f"{models.target.model.compute_dtype} on {device}"
         line = f"{models.target.name}, {place}, {mode}{seed}; drafter: {models.drafter_name}"
+        if max_draft_tokens is not None:
+            line += f", {max_draft_tokens} tokens a round"
         self.console.print(Text(line, style="dim"))
         mark = Text("like this", style=ACCEPTED_STYLE) if self._styled else Text("«like this»")
         self.console.print(Text("Draft tokens that the target accepted are marked ") + mark + ".")

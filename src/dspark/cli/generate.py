@@ -5,7 +5,7 @@ from __future__ import annotations
 import json as jsonlib
 import sys
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Annotated
 
 from cyclopts import Parameter
@@ -19,6 +19,7 @@ from dspark.cli.options import (
     DtypeOption,
     FrequencyPenaltyOption,
     JsonOption,
+    MaxDraftTokensOption,
     MaxTokensOption,
     MinPOption,
     PresencePenaltyOption,
@@ -72,10 +73,7 @@ def generate(
         bool,
         Parameter(negative=(), show_default=False, group=MODELS, help="The target alone, as with `--drafter none`."),
     ] = False,
-    max_draft_tokens: Annotated[
-        int | None,
-        Parameter(group=MODELS, help="Draft at most this many tokens a round; the drafter's block by default."),
-    ] = None,
+    max_draft_tokens: MaxDraftTokensOption = None,
     confidence_threshold: Annotated[
         float | None,
         Parameter(
@@ -122,7 +120,7 @@ def generate(
     if raw and any(conversation.system is not None for conversation in conversations):
         raise ValueError("a system message in --prompts has no place in --raw: plain text has no roles; take it out")
 
-    from dspark.cli.models import open_models
+    from dspark.cli.models import open_models, usual_draft_tokens
     from dspark.decoding.settings import SamplingSettings
     from dspark.engine.speculation import SpeculationSettings
 
@@ -138,6 +136,8 @@ def generate(
         seed=seed,
     )
     models = open_models(target=target, drafter=drafter, speculation=not no_speculation, dtype=dtype, device=device)
+    if confidence_threshold is None:
+        speculation = replace(speculation, max_draft_tokens=usual_draft_tokens(models, max_draft_tokens))
     answerer = _Answerer(
         models=models,
         settings=settings,

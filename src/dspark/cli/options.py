@@ -32,6 +32,14 @@ DrafterOption = Annotated[
         " Another target needs a drafter trained for it.",
     ),
 ]
+MaxDraftTokensOption = Annotated[
+    int | None,
+    Parameter(
+        group=MODELS,
+        help="Draft at most this many tokens a round. By default 3 for a target in int8, where checking more than 4"
+        " tokens in a pass takes much longer, and the drafter's block otherwise. Changes the speed, never the output.",
+    ),
+]
 DtypeOption = Annotated[
     Literal["auto", "float32", "bfloat16", "int8"],
     Parameter(
