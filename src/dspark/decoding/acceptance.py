@@ -24,7 +24,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from dspark.decoding.compiled import residual, row_masses
+from dspark.decoding.compiled import readable, residual, row_masses
 from dspark.decoding.sampling import sample_from
 from dspark.decoding.transforms import columns_of
 
@@ -154,11 +154,10 @@ def residual_probs(target_probs_V: Tensor, draft_probs_D: Tensor, draft_token_id
     max(q - p, 0) and is positive. If rounding leaves none (p and q equal but for last bits), p itself is returned: such
     a rejection has a probability of the order of 1e-16, and what is emitted then is still a sample of the target.
     """
-    kinds = (torch.float32, torch.float64)
-    if target_probs_V.is_cpu and target_probs_V.dtype in kinds and draft_probs_D.dtype in kinds:
+    p, q = readable(target_probs_V), readable(draft_probs_D)
+    if p is not None and q is not None:
         ids_D = None if draft_token_ids_D is None else draft_token_ids_D.cpu().numpy()
-        p_V, q_D = target_probs_V.detach().contiguous(), draft_probs_D.detach().cpu().contiguous()
-        return torch.from_numpy(residual(p_V.numpy(), q_D.numpy(), ids_D))
+        return torch.from_numpy(residual(p, q, ids_D))
     p_V = target_probs_V.to(torch.float64)
     q_D = draft_probs_D.to(torch.float64)
     p_V = p_V / p_V.sum()
@@ -264,8 +263,8 @@ def _checked_sums(probs_NV: Tensor, name: str) -> list[float]:
     """Sums of the rows, off by less than ``_SUM_PRECISION`` of themselves; an error where a row is no distribution."""
     if len(probs_NV) == 0:
         return []
-    if probs_NV.is_cpu and probs_NV.dtype in (torch.float32, torch.float64):
-        sums_N, smallest_N = row_masses(probs_NV.detach().contiguous().numpy())
+    if (rows := readable(probs_NV)) is not None:
+        sums_N, smallest_N = row_masses(rows)
     else:
         sums_N = probs_NV.sum(dim=-1, dtype=torch.promote_types(probs_NV.dtype, torch.float32)).cpu().numpy()
         smallest_N = probs_NV.amin(dim=-1).float().cpu().numpy()

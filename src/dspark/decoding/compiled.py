@@ -16,15 +16,23 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import torch
+from torch import Tensor
 
 from dspark.models.compiling import SOURCE, remembered
 from dspark.models.row_kernels import draw, softmax_of, sum_of
 from dspark.models.threads import run_together
 
-__all__ = ["residual", "row_masses", "sample_row", "softmax_rows"]
+__all__ = ["readable", "residual", "row_masses", "sample_row", "softmax_rows"]
 
 Floats = npt.NDArray[Any]
 _ROWS = 8  # at a time; with fewer no other thread is woken
+
+
+def readable(probs: Tensor) -> Floats | None:
+    """The numbers of probabilities that compiled code reads: on a CPU, in float32 or float64; None elsewhere."""
+    if not probs.is_cpu or probs.dtype not in (torch.float32, torch.float64):
+        return None
+    return probs.detach().contiguous().numpy()
 
 
 def softmax_rows(logits_NV: Floats, temperature: float) -> tuple[Floats, int]:

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from dspark.decoding.compiled import sample_row
+from dspark.decoding.compiled import readable, sample_row
 from dspark.decoding.noise import NOISE_BITS, gumbel_of_bits
 
 _CHUNK = 256
@@ -44,9 +44,8 @@ def sample_rows(probs_RV: Tensor, uniforms_R: Tensor) -> Tensor:
     uniforms_R1 = uniforms_R.to(probs_RV.device, torch.float64).unsqueeze(-1)
     if not bool(((uniforms_R1 >= 0) & (uniforms_R1 < 1)).all()):
         raise ValueError("uniforms_R has a number outside [0, 1)")
-    if probs_RV.is_cpu and probs_RV.dtype in (torch.float32, torch.float64):
-        rows = zip(probs_RV.detach().contiguous().numpy(), uniforms_R.tolist(), strict=True)
-        tokens = [sample_row(probs_V, uniform) for probs_V, uniform in rows]
+    if (rows := readable(probs_RV)) is not None:
+        tokens = [sample_row(probs_V, uniform) for probs_V, uniform in zip(rows, uniforms_R.tolist(), strict=True)]
         if min(tokens, default=0) < 0:
             raise ValueError(_NO_MASS)
         return torch.tensor(tokens, dtype=torch.int64)
@@ -79,8 +78,8 @@ def _nearest_possible(probs_V: Tensor, token: int) -> int:
 
 def sample_from(probs_V: Tensor, uniform: float) -> int:
     """One token from one distribution [V] with one uniform number in [0, 1); see ``sample_rows``."""
-    if probs_V.is_cpu and probs_V.dtype in (torch.float32, torch.float64) and probs_V.dim() == 1 and 0 <= uniform < 1:
-        token = sample_row(probs_V.detach().contiguous().numpy(), uniform)
+    if probs_V.dim() == 1 and 0 <= uniform < 1 and (row := readable(probs_V)) is not None:
+        token = sample_row(row, uniform)
         if token < 0:
             raise ValueError(_NO_MASS)
         return token

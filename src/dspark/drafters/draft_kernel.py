@@ -26,10 +26,20 @@ from dspark.drafters.cache import DrafterCache
 from dspark.drafters.protocol import PlainSampler
 from dspark.models.attention import AttentionPlan
 from dspark.models.compiling import SOURCE, remembered
-from dspark.models.decoder_kernel import OUTSIDE, DecoderKernel, quantise_rows, run_layers
+from dspark.models.decoder_kernel import OUTSIDE, DecoderKernel, address, quantise_rows, run_layers
 from dspark.models.decoder_layer import LayersShape
 from dspark.models.int8_intrinsics import GROUP, add_atomically
-from dspark.models.int8_linear import LINE, GroupedInt8Linear, finish, multiply, new_counters, quantise, take, wait
+from dspark.models.int8_linear import (
+    LINE,
+    GroupedInt8Linear,
+    finish,
+    multiply,
+    new_counters,
+    quantise,
+    quantised_bytes,
+    take,
+    wait,
+)
 from dspark.models.rope import RopeTable
 from dspark.models.row_kernels import add_row, copy_row, draw, norm_row, rotate_head, softmax_of
 from dspark.models.threads import run_together
@@ -154,8 +164,9 @@ class DraftKernel:
         context, context_memory = self._context(cache)
         groups = max(linear.packed.shape[1] for linear in (weights.lm_head, weights.w2) if linear is not None)
         correction_width = 0 if weights.w2 is None else weights.w2.padded_out
-        scratch = torch.empty(num_slots * groups * (GROUP // 4 + 2) + rows * correction_width)
-        q_at, correction_at = scratch.data_ptr(), scratch.data_ptr() + num_slots * groups * (GROUP + 8)
+        q_bytes = quantised_bytes(num_slots, groups)
+        scratch = torch.empty(q_bytes // 4 + rows * correction_width)
+        q_at, correction_at = scratch.data_ptr(), scratch.data_ptr() + q_bytes
         hidden_MH, base_MD = torch.empty(num_slots, hidden), torch.empty(num_slots, weights.lm_head.padded_out)
         known = np.empty((rows, count + 1), np.int64)
         known[:, 0] = anchors_R.numpy()
@@ -181,12 +192,12 @@ class DraftKernel:
             ),
             (
                 base_MD.data_ptr(), base_MD.shape[1], size, rows, count, known.ctypes.data, scales_R.ctypes.data,
-                uniforms_RG.ctypes.data, _address(probs_RGD), _address(weights.draft_token_ids_D),
-                _address(weights.features_V), vocab_size, *_addresses(weights.w2), correction_at, q_at,
+                uniforms_RG.ctypes.data, address(probs_RGD), address(weights.draft_token_ids_D),
+                address(weights.features_V), vocab_size, *_addresses(weights.w2), correction_at, q_at,
             ),
             (
-                hidden_MH.data_ptr(), hidden, rows, count, known.ctypes.data, count + 1, _address(weights.confidence_H),
-                _address(weights.confidence_V), vocab_size, confidences_M.data_ptr(),
+                hidden_MH.data_ptr(), hidden, rows, count, known.ctypes.data, count + 1, address(weights.confidence_H),
+                address(weights.confidence_V), vocab_size, confidences_M.data_ptr(),
             ),
             sampler is not None,
             weights.confidence_H is not None,
@@ -223,7 +234,7 @@ class DraftKernel:
         _confidence_kernel()(
             (
                 hidden_RGH.data_ptr(), hidden, rows, count, known_RG.data_ptr(), count, weights.confidence_H.data_ptr(),
-                _address(weights.confidence_V), len(weights.embedding_VH), out_RG.data_ptr(),
+                address(weights.confidence_V), len(weights.embedding_VH), out_RG.data_ptr(),
             ),
             counters_at,
         )  # fmt: skip
@@ -242,7 +253,7 @@ class DraftKernel:
         rows = len(taps_NT)
         groups = max(weights.fc.packed.shape[1], weights.context_kv.packed.shape[1])
         widths = weights.fc.padded_out, weights.context_kv.padded_out
-        scratch = torch.empty(rows * (sum(widths) + groups * (GROUP // 4 + 2)))
+        scratch = torch.empty(rows * sum(widths) + quantised_bytes(rows, groups) // 4)
         places = [4 * place + scratch.data_ptr() for place in (0, rows * widths[0], rows * sum(widths))]
         arguments = (
             taps_NT.data_ptr(), rows, *_addresses(weights.fc), weights.fc.size_in, weights.fc.size_out,
@@ -278,11 +289,6 @@ def _joined(parts: Sequence[Tensor], nothing: Tensor) -> Tensor:
     return (parts[0] if len(parts) == 1 else torch.cat(list(parts))) if parts else nothing
 
 
-def _address(tensor: Tensor | None) -> int:
-    assert tensor is None or tensor.is_contiguous(), "an address says nothing of strides"
-    return 0 if tensor is None else tensor.data_ptr()
-
-
 def _addresses(linear: GroupedInt8Linear | None) -> tuple[int, int, int, int]:
     """Weights, groups of inputs, bias, width of the result; zeros for none."""
     if linear is None:
@@ -293,7 +299,7 @@ def _addresses(linear: GroupedInt8Linear | None) -> tuple[int, int, int, int]:
 def quantised_rows(values_Vr: Tensor) -> Tensor:
     """All rows as `multiply` reads them: numbers, then scales, then sums."""
     rows, size = values_Vr.shape
-    out = torch.empty(rows * -(-size // GROUP) * (GROUP + 8), dtype=torch.uint8)
+    out = torch.empty(quantised_bytes(rows, -(-size // GROUP)), dtype=torch.uint8)
     values_Vr = values_Vr.contiguous()
     _quantiser()(values_Vr.data_ptr(), rows, size, out.data_ptr())
     return out

@@ -26,7 +26,17 @@ from dspark.models.block_tables import BLOCK_SIZE
 from dspark.models.compiling import SOURCE, remembered
 from dspark.models.decoder_layer import DecoderLayer, LayersShape
 from dspark.models.int8_intrinsics import GROUP, add_atomically, call_attention
-from dspark.models.int8_linear import LINE, GroupedInt8Linear, finish, multiply, new_counters, quantise, take, wait
+from dspark.models.int8_linear import (
+    LINE,
+    GroupedInt8Linear,
+    finish,
+    multiply,
+    new_counters,
+    quantise,
+    quantised_bytes,
+    take,
+    wait,
+)
 from dspark.models.kv_cache import KVCache, columns_shape
 from dspark.models.linear import Linear
 from dspark.models.row_kernels import activate_row, add_row, copy_row, norm_row, rotate_head, store_halves
@@ -132,7 +142,7 @@ class DecoderKernel:
         out_NH = torch.empty(rows, hidden)
         heads_size = c.num_heads * c.head_dim
         sizes = (rows * max(self._widths), rows * hidden, rows * heads_size, rows * heads_size)
-        scratch = torch.empty(sum(sizes) + rows * self._groups * (GROUP // 4 + 2))
+        scratch = torch.empty(sum(sizes) + quantised_bytes(rows, self._groups) // 4)
         places = [4 * place + scratch.data_ptr() for place in accumulate(sizes, initial=0)]
         token_rows = plan.places.row_numbers
         tables = plan.tables.tables_SB
@@ -183,11 +193,13 @@ def _packed(linear: Linear) -> GroupedInt8Linear:
     return linear
 
 
-def _addresses(layer: DecoderLayer) -> list[int]:
-    def address(tensor: torch.Tensor | None) -> int:
-        assert tensor is None or tensor.is_contiguous(), "an address says nothing of strides"
-        return 0 if tensor is None else tensor.data_ptr()
+def address(tensor: torch.Tensor | None) -> int:
+    """Where the numbers of a contiguous tensor begin; 0 for none."""
+    assert tensor is None or tensor.is_contiguous(), "an address says nothing of strides"
+    return 0 if tensor is None else tensor.data_ptr()
 
+
+def _addresses(layer: DecoderLayer) -> list[int]:
     def linear(linear: Linear) -> tuple[int, int]:
         return address(_packed(linear).packed), address(_packed(linear).bias)
 

@@ -77,7 +77,7 @@ class GroupedInt8Linear:
         x_NI = x_NI.contiguous()
         rows, groups = len(x_NI), self.packed.shape[1]
         y_NO = torch.empty(rows, self.padded_out)
-        scratch = torch.empty(rows * groups * (GROUP + 8), dtype=torch.uint8)
+        scratch = torch.empty(quantised_bytes(rows, groups), dtype=torch.uint8)
         threads = torch.get_num_threads() if rows * self.packed.numel() >= _SHARED_WORK else 1
         counters, counters_at = new_counters(2, threads)
         arguments = (
@@ -87,6 +87,11 @@ class GroupedInt8Linear:
         kernel = _kernel()
         run_together(lambda: kernel(*arguments), threads, (self, x_NI, scratch, counters, y_NO))
         return y_NO if self.padded_out == self.size_out else y_NO[:, : self.size_out].contiguous()
+
+
+def quantised_bytes(rows: int, groups: int) -> int:
+    """Bytes of so many rows as :func:`multiply` reads them; whole float32 numbers."""
+    return rows * groups * (GROUP + 8)
 
 
 def new_counters(phases: int, threads: int) -> tuple[npt.NDArray[np.uint8], int]:
