@@ -26,9 +26,9 @@ from dspark.drafters.cache import DrafterCache
 from dspark.drafters.protocol import PlainSampler
 from dspark.models.attention import AttentionPlan
 from dspark.models.compiling import SOURCE, remembered
-from dspark.models.decoder_kernel import OUTSIDE, DecoderKernel, address, quantise_rows, run_layers
+from dspark.models.decoder_kernel import OUTSIDE, DecoderKernel, address, run_layers
 from dspark.models.decoder_layer import LayersShape
-from dspark.models.int8_intrinsics import GROUP, add_atomically
+from dspark.models.int8_intrinsics import GROUP, ROW_GROUP_BYTES, add_atomically
 from dspark.models.int8_linear import (
     LINE,
     GroupedInt8Linear,
@@ -36,6 +36,7 @@ from dspark.models.int8_linear import (
     multiply,
     new_counters,
     quantise,
+    quantise_rows,
     quantised_bytes,
     take,
     wait,
@@ -193,7 +194,7 @@ class DraftKernel:
             (
                 base_MD.data_ptr(), base_MD.shape[1], size, rows, count, known.ctypes.data, scales_R.ctypes.data,
                 uniforms_RG.ctypes.data, address(probs_RGD), address(weights.draft_token_ids_D),
-                address(weights.features_V), vocab_size, *_addresses(weights.w2), correction_at, q_at,
+                address(weights.features_V), *_addresses(weights.w2), correction_at, q_at,
             ),
             (
                 hidden_MH.data_ptr(), hidden, rows, count, known.ctypes.data, count + 1, address(weights.confidence_H),
@@ -297,7 +298,7 @@ def _addresses(linear: GroupedInt8Linear | None) -> tuple[int, int, int, int]:
 
 
 def quantised_rows(values_Vr: Tensor) -> Tensor:
-    """All rows as `multiply` reads them: numbers, then scales, then sums."""
+    """All rows as `multiply` reads them."""
     rows, size = values_Vr.shape
     out = torch.empty(quantised_bytes(rows, -(-size // GROUP)), dtype=torch.uint8)
     values_Vr = values_Vr.contiguous()
@@ -307,17 +308,20 @@ def quantised_rows(values_Vr: Tensor) -> Tensor:
 
 @njit(error_model="numpy")  # type: ignore[untyped-decorator]
 def _norm_rows(
-    y_at: int, rows: int, width: int, size: int, norm_at: int, eps: Any, q_at: int, counters_at: int, threads: int
-) -> Any:
+    y_at: int, rows: int, width: int, size: int, norm_at: int, eps: Any, q_at: int, counters_at: int, threads: int,
+    thread: int,
+) -> Any:  # fmt: skip
     """One phase: norm and quantise every row."""
+    done, turn = 0, 0
     while True:
-        row = take(counters_at)
+        row, turn = take(rows, turn, counters_at, threads, thread)
         if row >= rows:
             break
         row_at = y_at + row * width * 4
         norm_row(row_at, row_at, norm_at, size, eps)
-        quantise(row_at, row, rows, size, q_at)
-        finish(counters_at, 1)
+        quantise(row_at, row, size, q_at)
+        done += 1
+    finish(counters_at, done)
     return wait(counters_at, rows, threads)
 
 
@@ -334,13 +338,14 @@ def _write_context(
         return counters_at
     positions = carray(pointer(positions_at), rows, np.int64)
     token_rows = carray(pointer(token_rows_at), rows, np.int64)
-    at = quantise_rows(taps_at, rows, taps_size, q_at, counters_at, threads)
+    at = quantise_rows(taps_at, rows, taps_size, q_at, counters_at, threads, thread)
     at = multiply(q_at, rows, fc_groups, fc_at, fc_bias_at, context_at, fc_width, at, threads, thread)
-    at = _norm_rows(context_at, rows, fc_width, hidden, norm_at, eps, q_at, at, threads)
+    at = _norm_rows(context_at, rows, fc_width, hidden, norm_at, eps, q_at, at, threads, thread)
     at = multiply(q_at, rows, kv_groups, kv_at, kv_bias_at, projected_at, kv_width, at, threads, thread)
     step, pieces = head_dim * 4, num_layers * kv_heads
+    done, turn = 0, 0
     while True:
-        piece = take(at)
+        piece, turn = take(pieces, turn, at, threads, thread)
         if piece >= pieces:
             break
         key_norm_at = key_norms_at + piece // kv_heads * step
@@ -353,19 +358,21 @@ def _write_context(
                 key_at, keys_at + place, cos_at + positions[row] * step, sin_at + positions[row] * step, head_dim
             )
             copy_row(key_at + kv_heads * step, values_at + place, head_dim)
-        finish(at, 1)
+        done += 1
+    finish(at, done)
     return wait(at, pieces, threads)
 
 
 @njit(error_model="numpy")  # type: ignore[untyped-decorator]
 def _embed(
     embedding_at: int, is_bfloat16: bool, mask_token_id: int, known_at: int, rows: int, count: int, inputs: int,
-    hidden: int, x_at: int, counters_at: int, threads: int,
+    hidden: int, x_at: int, counters_at: int, threads: int, thread: int,
 ) -> Any:  # fmt: skip
     """One phase: inputs of all blocks, an anchor and masks."""
     known = carray(pointer(known_at), (rows, count + 1), np.int64)
+    done, turn = 0, 0
     while True:
-        row = take(counters_at)
+        row, turn = take(rows * inputs, turn, counters_at, threads, thread)
         if row >= rows * inputs:
             break
         token = mask_token_id if row % inputs else known[row // inputs, 0]
@@ -377,7 +384,8 @@ def _embed(
                 bits[i] = np.uint32(halves[i]) << np.uint32(16)
         else:
             copy_row(embedding_at + token * hidden * 4, x_row_at, hidden)
-        finish(counters_at, 1)
+        done += 1
+    finish(counters_at, done)
     return wait(counters_at, rows * inputs, threads)
 
 
@@ -387,35 +395,25 @@ def _base_logits(
     lm_head_at: int, groups: int, bias_at: int, width: int, base_at: int, counters_at: int, threads: int, thread: int,
 ) -> Any:  # fmt: skip
     """The phases from the last layer to base logits: the states of the wanted slots side by side, and their product."""
+    done, turn = 0, 0
     while True:
-        slot = take(counters_at)
+        slot, turn = take(rows * count, turn, counters_at, threads, thread)
         if slot >= rows * count:
             break
         source = slot // count * inputs + inputs - block_size + slot % count
         copy_row(out_at + source * hidden * 4, hidden_at + slot * hidden * 4, hidden)
-        quantise(hidden_at + slot * hidden * 4, slot, rows * count, hidden, q_at)
-        finish(counters_at, 1)
+        quantise(hidden_at + slot * hidden * 4, slot, hidden, q_at)
+        done += 1
+    finish(counters_at, done)
     at = wait(counters_at, rows * count, threads)
     return multiply(q_at, rows * count, groups, lm_head_at, bias_at, base_at, width, at, threads, thread)
 
 
 @njit(error_model="numpy")  # type: ignore[untyped-decorator]
-def _copy_features(
-    features_at: int, num_features: int, feature: int, row: int, rows: int, groups: int, q_at: int
-) -> None:
-    """A row of what `quantised_rows` gave, as ``row`` of ``rows``."""
-    size = groups * GROUP
-    numbers = carray(pointer(features_at + feature * size), size, np.int8)
-    to = carray(pointer(q_at + row * size), size, np.int8)
-    for i in range(size):
-        to[i] = numbers[i]
-    for part in range(2):  # scales and sums
-        begin = num_features * (size + part * groups * 4)
-        copy_row(
-            features_at + begin + feature * groups * 4,
-            q_at + rows * (size + part * groups * 4) + row * groups * 4,
-            groups,
-        )
+def _copy_features(features_at: int, feature: int, row: int, groups: int, q_at: int) -> None:
+    """A row of what `quantised_rows` gave, as ``row``."""
+    size = groups * ROW_GROUP_BYTES
+    copy_row(features_at + feature * size, q_at + row * size, size // 4)
 
 
 @njit(error_model="numpy")  # type: ignore[untyped-decorator]
@@ -444,7 +442,7 @@ def _dot(x: Any, y: Any) -> Any:
 @njit(error_model="numpy")  # type: ignore[untyped-decorator]
 def _draw_tokens(
     base_at: int, base_width: int, size: int, rows: int, count: int, known_at: int, scales_at: int, uniforms_at: int,
-    probs_at: int, draft_ids_at: int, features_at: int, num_tokens: int, w2_at: int, w2_groups: int, w2_bias_at: int,
+    probs_at: int, draft_ids_at: int, features_at: int, w2_at: int, w2_groups: int, w2_bias_at: int,
     w2_width: int, correction_at: int, q_at: int, counters_at: int, threads: int, thread: int,
 ) -> Any:  # fmt: skip
     """The phases of drawing: each token in turn, with the correction by the one before it (SPEC eq. 4)."""
@@ -453,16 +451,19 @@ def _draw_tokens(
     at = counters_at
     for k in range(count):
         if w2_at != 0:
+            done, turn = 0, 0
             while True:
-                row = take(at)
+                row, turn = take(rows, turn, at, threads, thread)
                 if row >= rows:
                     break
-                _copy_features(features_at, num_tokens, max(known[row, k], 0), row, rows, w2_groups, q_at)
-                finish(at, 1)
+                _copy_features(features_at, max(known[row, k], 0), row, w2_groups, q_at)
+                done += 1
+            finish(at, done)
             at = wait(at, rows, threads)
             at = multiply(q_at, rows, w2_groups, w2_at, w2_bias_at, correction_at, w2_width, at, threads, thread)
+        done, turn = 0, 0
         while True:
-            row = take(at)
+            row, turn = take(rows, turn, at, threads, thread)
             if row >= rows:
                 break
             logits_at = base_at + (row * count + k) * base_width * 4
@@ -480,7 +481,8 @@ def _draw_tokens(
             if draft_ids_at != 0 and column >= 0:
                 column = carray(pointer(draft_ids_at), size, np.int64)[column]
             known[row, k + 1] = column
-            finish(at, 1)
+            done += 1
+        finish(at, done)
         at = wait(at, rows, threads)
     return at
 
@@ -489,20 +491,23 @@ def _draw_tokens(
 def _take_confidences(
     hidden_at: int, hidden: int, rows: int, count: int, known_at: int, known_width: int, weight_at: int,
     of_tokens_at: int, num_tokens: int, confidences_at: int, counters_at: int, threads: int,
+    thread: int,
 ) -> Any:  # fmt: skip
     """One phase: confidence logits of all slots (SPEC eq. 7)."""
     known = carray(pointer(known_at), (rows, known_width), np.int64)
     weight = carray(pointer(weight_at), hidden, np.float32)
     of_tokens = carray(pointer(of_tokens_at), num_tokens, np.float32)
     confidences = carray(pointer(confidences_at), (rows, count), np.float32)
+    done, turn = 0, 0
     while True:
-        row = take(counters_at)
+        row, turn = take(rows, turn, counters_at, threads, thread)
         if row >= rows:
             break
         for k in range(count):
             state = carray(pointer(hidden_at + (row * count + k) * hidden * 4), hidden, np.float32)
             confidences[row, k] = _dot(state, weight) + of_tokens[max(known[row, k], 0)]
-        finish(counters_at, 1)
+        done += 1
+    finish(counters_at, done)
     return wait(counters_at, rows, threads)
 
 
@@ -514,13 +519,13 @@ def _kernel(source: str = SOURCE) -> Callable[..., bool]:
         _ = source
         thread = add_atomically(counters_at, 1)
         at = _write_context(*context, counters_at + LINE, threads, thread)
-        at = _embed(*inputs, at, threads)
+        at = _embed(*inputs, at, threads, thread)
         understood, at = run_layers(*layers, at, threads, thread)
         at = _base_logits(*heads, at, threads, thread)
         if wants_tokens:
             at = _draw_tokens(*draws, at, threads, thread)
             if wants_confidences:
-                _take_confidences(*confidences, at, threads)
+                _take_confidences(*confidences, at, threads, thread)
         return understood
 
     kernel: Callable[..., bool] = remembered(draft)
@@ -543,7 +548,7 @@ def _context_kernel(source: str = SOURCE) -> Callable[..., bool]:
 def _confidence_kernel(source: str = SOURCE) -> Callable[..., None]:
     def confidences(slots, counters_at):  # type: ignore[no-untyped-def]
         _ = source
-        _take_confidences(*slots, counters_at, 1)
+        _take_confidences(*slots, counters_at, 1, 0)
 
     kernel: Callable[..., None] = remembered(confidences)
     return kernel
@@ -554,7 +559,7 @@ def _quantiser(source: str = SOURCE) -> Callable[..., None]:
     def quantise_all(values_at, rows, size, q_at):  # type: ignore[no-untyped-def]
         _ = source
         for row in range(rows):
-            quantise(values_at + row * size * 4, row, rows, size, q_at)
+            quantise(values_at + row * size * 4, row, size, q_at)
 
     kernel: Callable[..., None] = remembered(quantise_all)
     return kernel

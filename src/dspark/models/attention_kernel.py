@@ -93,14 +93,24 @@ def attend_rows(
     addresses = [tensor.data_ptr() for tensor in (*tensors, out_NhD)]
     shape = (num_queries, num_kv_heads, num_rows, *tables_SB.shape)
     exponent_scale = scale * math.log2(math.e)
-    arguments = (*addresses, *shape, exponent_scale, 2**62 if window is None else window, first)
     threads = torch.get_num_threads()
+    together = queries_together(num_queries * num_kv_heads, threads)
+    arguments = (*addresses, *shape, exponent_scale, 2**62 if window is None else window, first, together)
     work = int(visible_N.sum()) * num_heads * head_dim if threads > 1 else 0
     if not _in_parts(kernel, arguments, threads, min(4 * threads, work // _PART_WORK), (tensors, out_NhD)):
         raise ValueError(
             "visible_N, slots_N or tables_SB name a position, slot or block outside the tables or the pool"
         )
     return out_NhD
+
+
+def queries_together(work: int, threads: int) -> int:
+    """Neighbouring queries of a slot that one thread computes together at most, so that all have something to do.
+
+    Args:
+        work: pairs of a query and a key head.
+    """
+    return max(1, min(_QUERIES, work // (2 * threads))) if threads > 1 else _QUERIES
 
 
 def _in_parts(
@@ -136,7 +146,7 @@ def attention_kernel(D: int, group: int, is_half: bool, source: str = SOURCE) ->
 
     def attend(  # type: ignore[no-untyped-def]
         q_at, keys_at, values_at, tables_at, slots_at, visible_at, out_at,
-        num_queries, num_kv_heads, num_rows, num_slots, num_blocks, scale, window, earliest, part, parts,
+        num_queries, num_kv_heads, num_rows, num_slots, num_blocks, scale, window, earliest, together, part, parts,
     ):  # fmt: skip
         _ = source
         q = carray(pointer(q_at), (num_queries, num_kv_heads * group, D), np.float32)
@@ -166,9 +176,13 @@ def attention_kernel(D: int, group: int, is_half: bool, source: str = SOURCE) ->
         weights_at = weights.ctypes.data
         begin, done = 0, 0
         while begin < num_queries:
-            # Neighbours of one slot, and the positions that any of them sees.
+            # Neighbours of one slot, in parts of one size, and the positions that any of them sees.
             slot, end, work, low, high = slots[begin], begin, 0, visible[begin], 0
             while end < num_queries and end < begin + _QUERIES and slots[end] == slot:
+                end += 1
+            pieces = (end - begin + together - 1) // together
+            stop, end = begin + (end - begin + pieces - 1) // pieces, begin
+            while end < stop:
                 first = max(earliest, visible[end] - window)
                 low, high = min(low, first), max(high, visible[end])
                 work += visible[end] - first
@@ -290,5 +304,5 @@ def attention_kernel(D: int, group: int, is_half: bool, source: str = SOURCE) ->
             begin = end
         return True
 
-    numbers = [types.int64] * 12 + [types.float32] + [types.int64] * 4
+    numbers = [types.int64] * 12 + [types.float32] + [types.int64] * 5
     return remembered(attend, types.boolean(*numbers))

@@ -21,7 +21,7 @@ from numba import njit
 from numba.np.numpy_support import carray
 
 from dspark.models.attention import AttentionPlan
-from dspark.models.attention_kernel import attention_kernel
+from dspark.models.attention_kernel import attention_kernel, queries_together
 from dspark.models.block_tables import BLOCK_SIZE
 from dspark.models.compiling import SOURCE, remembered
 from dspark.models.decoder_layer import DecoderLayer, LayersShape
@@ -33,6 +33,7 @@ from dspark.models.int8_linear import (
     multiply,
     new_counters,
     quantise,
+    quantise_rows,
     quantised_bytes,
     take,
     wait,
@@ -155,6 +156,7 @@ class DecoderKernel:
             cache.keys.data_ptr(), cache.values.data_ptr(), plan.tables.num_rows, self._is_half, token_rows.data_ptr(),
             self._attention.address, tables.data_ptr(), *tables.shape, plan.places.slots_N.data_ptr(),
             plan.visible_N.data_ptr(), np.float32(c.query_scale * math.log2(math.e)), plan.window or _WHOLE, plan.first,
+            queries_together(rows * c.num_kv_heads, threads),
             min(rows * c.num_kv_heads, _PARTS * threads if threads > 1 else 1),
         )  # fmt: skip
         return PreparedLayers(
@@ -214,6 +216,7 @@ def _addresses(layer: DecoderLayer) -> list[int]:
 def _add_and_norm(
     x_at: int, rows: int, size: int, y_at: int, width: int, post_norm_at: int, tap_at: int, tap_step: int, norm_at: int,
     eps: Any, out_at: int, q_at: int, counters_at: int, threads: int,
+    thread: int,
 ) -> Any:  # fmt: skip
     """One phase: add what a sublayer gave to the residual stream and norm the sum for the next sublayer.
 
@@ -222,8 +225,9 @@ def _add_and_norm(
         tap_at: where the sum is kept too, in rows of ``tap_step`` bytes; or 0.
         q_at: where the normed rows are quantised to; or 0.
     """
+    done, turn = 0, 0
     while True:
-        row = take(counters_at)
+        row, turn = take(rows, turn, counters_at, threads, thread)
         if row >= rows:
             break
         x_row_at, y_row_at, out_row_at = x_at + row * size * 4, y_at + row * width * 4, out_at + row * size * 4
@@ -235,8 +239,9 @@ def _add_and_norm(
             copy_row(x_row_at, tap_at + row * tap_step, size)
         norm_row(x_row_at, out_row_at, norm_at, size, eps)
         if q_at != 0:
-            quantise(out_row_at, row, rows, size, q_at)
-        finish(counters_at, 1)
+            quantise(out_row_at, row, size, q_at)
+        done += 1
+    finish(counters_at, done)
     return wait(counters_at, rows, threads)
 
 
@@ -253,6 +258,7 @@ def _place_heads(
     y_at: int, rows: int, width: int, heads: int, kv_heads: int, head_dim: int, qk_norm_at: int, eps: Any, cos_at: int,
     sin_at: int, positions_at: int, q_at: int, keys_at: int, values_at: int, num_rows: int, is_half: bool,
     token_rows_at: int, counters_at: int, threads: int,
+    thread: int,
 ) -> Any:  # fmt: skip
     """One phase: norm and rotate queries and keys; keys and values go to their places in the cache.
 
@@ -263,8 +269,9 @@ def _place_heads(
     positions = carray(pointer(positions_at), rows, np.int64)
     step, group = head_dim * 4, heads // kv_heads
     pieces = (rows + BLOCK_SIZE - 1) // BLOCK_SIZE * kv_heads
+    done, turn = 0, 0
     while True:
-        piece = take(counters_at)
+        piece, turn = take(pieces, turn, counters_at, threads, thread)
         if piece >= pieces:
             break
         kv_head, begin = piece % kv_heads, piece // kv_heads * BLOCK_SIZE
@@ -287,35 +294,26 @@ def _place_heads(
             else:
                 rotate_head(key_at, keys_at + place * step, cos_row_at, sin_row_at, head_dim)
                 copy_row(value_at, values_at + place * step, head_dim)
-        finish(counters_at, 1)
+        done += 1
+    finish(counters_at, done)
     return wait(counters_at, pieces, threads)
 
 
 @njit(error_model="numpy")  # type: ignore[untyped-decorator]
-def quantise_rows(x_at: int, rows: int, size: int, q_at: int, counters_at: int, threads: int) -> Any:
-    """One phase: quantise every row."""
-    while True:
-        row = take(counters_at)
-        if row >= rows:
-            break
-        quantise(x_at + row * size * 4, row, rows, size, q_at)
-        finish(counters_at, 1)
-    return wait(counters_at, rows, threads)
-
-
-@njit(error_model="numpy")  # type: ignore[untyped-decorator]
 def _activate_rows(
-    y_at: int, rows: int, width: int, size: int, is_gelu: bool, q_at: int, counters_at: int, threads: int
+    y_at: int, rows: int, width: int, size: int, is_gelu: bool, q_at: int, counters_at: int, threads: int, thread: int
 ) -> Any:
     """One phase: the gated activation of every row, quantised."""
+    done, turn = 0, 0
     while True:
-        row = take(counters_at)
+        row, turn = take(rows, turn, counters_at, threads, thread)
         if row >= rows:
             break
         gate_at = y_at + row * width * 4
         activate_row(gate_at, gate_at + size * 4, size, is_gelu)
-        quantise(gate_at, row, rows, size, q_at)
-        finish(counters_at, 1)
+        quantise(gate_at, row, size, q_at)
+        done += 1
+    finish(counters_at, done)
     return wait(counters_at, rows, threads)
 
 
@@ -327,7 +325,8 @@ def run_layers(
     taps_at: int, taps_width: int, tap_columns_at: int, cos_at: int, sin_at: int, sliding_cos_at: int,
     sliding_sin_at: int, positions_at: int, keys_at: int, values_at: int, num_rows: int, is_half: bool,
     token_rows_at: int, attention_at: int, tables_at: int, num_slots: int, num_blocks: int, slots_at: int,
-    visible_at: int, scale: Any, window: int, first: int, parts: int, counters_at: int, threads: int, thread: int,
+    visible_at: int, scale: Any, window: int, first: int, together: int, parts: int, counters_at: int, threads: int,
+    thread: int,
 ) -> Any:  # fmt: skip
     """The phases of all layers (:meth:`DecoderKernel.prepare`).
 
@@ -349,7 +348,7 @@ def run_layers(
         is_sliding = layer[_IS_SLIDING] != 0
         at = _add_and_norm(
             x_at, rows, hidden, added_at, down_width, added_norm_at, tap_at, taps_width * 4, layer[_ATTENTION_NORM],
-            eps, normed_at, q_at, at, threads,
+            eps, normed_at, q_at, at, threads, thread,
         )  # fmt: skip
         at = multiply(
             q_at, rows, hidden_groups, layer[_QKV], layer[_QKV_BIAS], y_at, qkv_width, at, threads, thread
@@ -357,10 +356,11 @@ def run_layers(
         at = _place_heads(
             y_at, rows, qkv_width, heads, kv_heads, head_dim, layer[_QK_NORM], eps,
             sliding_cos_at if is_sliding else cos_at, sliding_sin_at if is_sliding else sin_at, positions_at,
-            queries_at, layer_keys_at, layer_values_at, num_rows, is_half, token_rows_at, at, threads,
+            queries_at, layer_keys_at, layer_values_at, num_rows, is_half, token_rows_at, at, threads, thread,
         )  # fmt: skip
+        done, turn = 0, 0
         while True:
-            part = take(at)
+            part, turn = take(parts, turn, at, threads, thread)
             if part >= parts:
                 break
             numbers = (
@@ -368,22 +368,23 @@ def run_layers(
                 kv_heads, num_rows, num_slots, num_blocks,
             )  # fmt: skip
             seen = window if is_sliding else _WHOLE
-            understood &= call_attention(attention_at, numbers, scale, (seen, first, part, parts))
-            finish(at, 1)
+            understood &= call_attention(attention_at, numbers, scale, (seen, first, together, part, parts))
+            done += 1
+        finish(at, done)
         at = wait(at, parts, threads)
-        at = quantise_rows(attended_at, rows, heads * head_dim, q_at, at, threads)
+        at = quantise_rows(attended_at, rows, heads * head_dim, q_at, at, threads, thread)
         at = multiply(
             q_at, rows, heads_groups, layer[_OUTPUT], layer[_OUTPUT_BIAS], y_at, output_width, at, threads, thread
         )  # fmt: skip
         at = _add_and_norm(
             x_at, rows, hidden, y_at, output_width, layer[_POST_ATTENTION_NORM], 0, 0, layer[_MLP_NORM], eps,
-            normed_at, q_at, at, threads,
+            normed_at, q_at, at, threads, thread,
         )  # fmt: skip
         at = multiply(
             q_at, rows, hidden_groups, layer[_GATE_UP], layer[_GATE_UP_BIAS], y_at, gate_up_width, at, threads,
             thread,
         )  # fmt: skip
-        at = _activate_rows(y_at, rows, gate_up_width, intermediate, is_gelu, q_at, at, threads)
+        at = _activate_rows(y_at, rows, gate_up_width, intermediate, is_gelu, q_at, at, threads, thread)
         at = multiply(
             q_at, rows, intermediate_groups, layer[_DOWN], layer[_DOWN_BIAS], y_at, down_width, at, threads, thread
         )  # fmt: skip
@@ -391,7 +392,7 @@ def run_layers(
         tap_at = taps_at + tap_columns[index] * 4 if tap_columns[index] >= 0 else 0
     at = _add_and_norm(
         x_at, rows, hidden, added_at, down_width, added_norm_at, tap_at, taps_width * 4, final_norm_at, eps, out_at,
-        0, at, threads,
+        0, at, threads, thread,
     )  # fmt: skip
     return understood, at
 

@@ -10,6 +10,8 @@ from numba import types
 from numba.core import cgutils, config
 from numba.extending import intrinsic
 
+from dspark.models.vector_intrinsics import emit_prefetch
+
 GROUP = 32
 """Inputs that share a scale."""
 LANES = 16
@@ -18,8 +20,12 @@ COLUMNS = LANES * VECTORS
 """Outputs that are computed side by side."""
 ROWS = 8
 """Rows that are computed side by side, at most: with them, all sums fit in 32 registers but a few."""
+_ROWS_TO_PREFETCH = 5
+"""Rows from which on memory is asked for ahead. Fewer do little else than wait: the processor's own guess is better."""
 GROUP_BYTES = COLUMNS * GROUP + COLUMNS * 2
 """Bytes of a group's weights and their scales (bfloat16), for ``COLUMNS`` outputs."""
+ROW_GROUP_BYTES = GROUP + 8
+"""Bytes of a row's group: its numbers, their scale (float32), and -128 times their sum (int32)."""
 
 _INT = ir.IntType(32)
 _LONG = ir.IntType(64)
@@ -50,8 +56,8 @@ def _spread(builder: Any, number: Any, kind: Any) -> Any:
 
 @intrinsic(prefer_literal=True)  # type: ignore[untyped-decorator]
 def dot_products(
-    typing: Any, rows: Any, x: Any, x_step: Any, scales: Any, sums: Any, scales_step: Any, groups: Any, weights: Any,
-    bias: Any, out: Any, out_step: Any,
+    typing: Any, rows: Any, x: Any, x_step: Any, groups: Any, weights: Any, ahead: Any, bias: Any, out: Any,
+    out_step: Any,
 ) -> Any:  # fmt: skip
     """``out[r, c] = bias[c] + sum over g of scales[r, g] * weight_scales[g, c] * (x[r, g] . weights[g, c])``.
 
@@ -60,9 +66,9 @@ def dot_products(
 
     Args:
         rows: 1 to ``ROWS``.
-        x: int8 ``[rows, groups * GROUP]``.
-        scales, sums: float32 and int32 ``[rows, groups]``; ``sums`` is -128 times the sum of a group of ``x``.
+        x: of each row ``groups`` times ``ROW_GROUP_BYTES``.
         weights: for each group ``GROUP_BYTES``: numbers + 128 as bytes ``[GROUP / 4, COLUMNS, 4]``, and their scales.
+        ahead: bytes from a group's weights to those to ask memory for meanwhile.
         bias: float32 ``[COLUMNS]``.
     """
 
@@ -79,12 +85,12 @@ def dot_products(
         builder.position_at_end(after)
         return context.get_dummy_value()
 
-    return types.void(*[types.int64] * 11), generate
+    return types.void(*[types.int64] * 9), generate
 
 
 def _dot_products(
-    builder: Any, rows: int, x: Any, x_step: Any, scales: Any, sums: Any, scales_step: Any, groups: Any, weights: Any,
-    bias: Any, out: Any, out_step: Any,
+    builder: Any, rows: int, x: Any, x_step: Any, groups: Any, weights: Any, ahead: Any, bias: Any, out: Any,
+    out_step: Any,
 ) -> None:  # fmt: skip
     """The code of :func:`dot_products` for so many rows."""
 
@@ -97,27 +103,31 @@ def _dot_products(
     fma = cgutils.get_or_insert_function(builder.module, kind, f"llvm.fma.v{LANES}f32")
     cells = [(r, c) for r in range(rows) for c in range(VECTORS)]
     x_rows = [row(x, x_step, r) for r in range(rows)]
-    scale_rows = [row(scales, scales_step, r) for r in range(rows)]
-    sum_rows = [row(sums, scales_step, r) for r in range(rows)]
     start = [_load(builder, bias, 4 * LANES * c, _FLOATS) for c in range(VECTORS)]
     before, loop, after = (builder.block, *(builder.append_basic_block(name) for name in ("group", "groups_done")))
     builder.branch(loop)
 
     builder.position_at_end(loop)
-    group, place = builder.phi(_LONG), builder.phi(_LONG)
+    group, place, begin = builder.phi(_LONG), builder.phi(_LONG), builder.phi(_LONG)
     totals = {cell: builder.phi(_FLOATS) for cell in cells}
     group.add_incoming(_LONG(0), before)
+    begin.add_incoming(_LONG(0), before)
     place.add_incoming(weights, before)
     for (_, c), total in totals.items():
         total.add_incoming(start[c], before)
-    offset = builder.mul(group, _LONG(4))
-    first_sums = [_spread(builder, _load(builder, builder.add(base, offset), 0, _INT), _INTS) for base in sum_rows]
-    exact = {(r, c): first_sums[r] for r, c in cells}
-    begin = builder.mul(group, _LONG(GROUP))
+    x_groups = [builder.add(base, begin) for base in x_rows]
+    new = {}
+    if rows >= _ROWS_TO_PREFETCH:
+        for line in range(0, GROUP_BYTES, 64):
+            emit_prefetch(builder, builder.add(place, builder.add(ahead, _LONG(line))))
+    exact = {}
+    for r in range(rows):
+        first = _spread(builder, _load(builder, x_groups[r], GROUP + 4, _INT), _INTS)
+        exact.update({(r, c): first for c in range(VECTORS)})
     for i in range(GROUP // 4):
         columns = [_load(builder, place, (i * VECTORS + c) * 4 * LANES, _INTS) for c in range(VECTORS)]
         for r in range(rows):
-            four = _spread(builder, _load(builder, builder.add(x_rows[r], begin), 4 * i, _INT), _INTS)
+            four = _spread(builder, _load(builder, x_groups[r], 4 * i, _INT), _INTS)
             for c in range(VECTORS):
                 exact[r, c] = builder.call(dot, [exact[r, c], columns[c], four])
     weight_scales = []
@@ -127,14 +137,14 @@ def _dot_products(
         weight_scales.append(builder.bitcast(upper, _FLOATS))
     new = {}
     for r in range(rows):
-        scale = _load(builder, builder.add(scale_rows[r], offset), 0, ir.FloatType())
-        scale = _spread(builder, scale, _FLOATS)
+        scale = _spread(builder, _load(builder, x_groups[r], GROUP, ir.FloatType()), _FLOATS)
         for c in range(VECTORS):
             scaled = builder.fmul(builder.sitofp(exact[r, c], _FLOATS), weight_scales[c])
             new[r, c] = builder.call(fma, [scaled, scale, totals[r, c]])
     next_group = builder.add(group, _LONG(1))
     group.add_incoming(next_group, loop)
     place.add_incoming(builder.add(place, _LONG(GROUP_BYTES)), loop)
+    begin.add_incoming(builder.add(begin, _LONG(ROW_GROUP_BYTES)), loop)
     for cell, total in totals.items():
         total.add_incoming(new[cell], loop)
     builder.cbranch(builder.icmp_signed("<", next_group, groups), loop, after)

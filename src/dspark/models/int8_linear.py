@@ -16,6 +16,7 @@ from dspark.models.int8_intrinsics import (
     COLUMNS,
     GROUP,
     GROUP_BYTES,
+    ROW_GROUP_BYTES,
     ROWS,
     add_atomically,
     dot_products,
@@ -91,7 +92,7 @@ class GroupedInt8Linear:
 
 def quantised_bytes(rows: int, groups: int) -> int:
     """Bytes of so many rows as :func:`multiply` reads them; whole float32 numbers."""
-    return rows * groups * (GROUP + 8)
+    return rows * groups * ROW_GROUP_BYTES
 
 
 def new_counters(phases: int, threads: int) -> tuple[npt.NDArray[np.uint8], int]:
@@ -101,9 +102,24 @@ def new_counters(phases: int, threads: int) -> tuple[npt.NDArray[np.uint8], int]
 
 
 @njit(error_model="numpy")  # type: ignore[untyped-decorator]
-def take(counters_at: int) -> Any:
-    """The next piece of a phase's work."""
-    return add_atomically(counters_at + LINE, 1)
+def take(pieces: int, turn: int, counters_at: int, threads: int, thread: int) -> Any:
+    """A piece of a phase's work: first of the thread's own part, the same in every phase, then of what others left.
+
+    So a core finds in its caches what it wrote in the phase before, and threads rarely ask for one counter at once.
+
+    Args:
+        turn: 0, then what this gave before.
+
+    Returns:
+        The piece, or ``pieces`` when none is left; and the next ``turn``.
+    """
+    while turn < threads:
+        owner = (thread + turn) % threads
+        piece = owner * pieces // threads + add_atomically(counters_at + (1 + owner) * LINE, 1)
+        if piece < (owner + 1) * pieces // threads:
+            return piece, turn
+        turn += 1
+    return pieces, turn
 
 
 @njit(error_model="numpy")  # type: ignore[untyped-decorator]
@@ -133,39 +149,45 @@ def multiply(
     """One phase: products of quantised rows with all weights, ``width`` columns of float32.
 
     Args:
-        q_at: int8 ``[rows, groups * GROUP]``, then float32 and int32 ``[rows, groups]`` (see :func:`quantise_row`).
+        q_at: rows as :func:`quantise_row` gives them, side by side.
     """
-    x_step = groups * GROUP
-    scales_at = q_at + rows * x_step
-    sums_at = scales_at + rows * groups * 4
+    x_step = groups * ROW_GROUP_BYTES
     blocks = width // COLUMNS
-    done = 0
-    for turn in range(threads):  # the thread's own part first, which is one stream of memory, then what others left
-        owner = (thread + turn) % threads
-        begin, end = owner * blocks // threads, (owner + 1) * blocks // threads
-        while True:  # numba has no assignments in conditions
-            block = begin + add_atomically(counters_at + (1 + owner) * LINE, 1)
-            if block >= end:
-                break
-            block_at = weights_at + block * groups * GROUP_BYTES
-            for row in range(0, rows, ROWS):
-                dot_products(
-                    min(rows - row, ROWS), q_at + row * x_step, x_step, scales_at + row * groups * 4,
-                    sums_at + row * groups * 4, groups * 4, groups, block_at, bias_at + block * COLUMNS * 4,
-                    y_at + (row * width + block * COLUMNS) * 4, width * 4,
-                )  # fmt: skip
-            done += 1
+    done, turn = 0, 0
+    while True:  # numba has no assignments in conditions
+        block, turn = take(blocks, turn, counters_at, threads, thread)
+        if block >= blocks:
+            break
+        block_at = weights_at + block * groups * GROUP_BYTES
+        for row in range(0, rows, ROWS):
+            dot_products(
+                min(rows - row, ROWS), q_at + row * x_step, x_step, groups, block_at, groups * GROUP_BYTES,
+                bias_at + block * COLUMNS * 4, y_at + (row * width + block * COLUMNS) * 4, width * 4,
+            )  # fmt: skip
+        done += 1
     finish(counters_at, done)
     return wait(counters_at, blocks, threads)
 
 
 @njit(error_model="numpy")  # type: ignore[untyped-decorator]
-def quantise(x_at: int, row: int, rows: int, size: int, q_at: int) -> None:
+def quantise(x_at: int, row: int, size: int, q_at: int) -> None:
     """Quantise the row at ``x_at`` into ``row`` of what :func:`multiply` reads."""
     groups = (size + GROUP - 1) // GROUP
-    scales_at = q_at + rows * groups * GROUP
-    sums_at = scales_at + rows * groups * 4
-    quantise_row(x_at, size, q_at + row * groups * GROUP, scales_at + row * groups * 4, sums_at + row * groups * 4)
+    quantise_row(x_at, size, q_at + row * groups * ROW_GROUP_BYTES)
+
+
+@njit(error_model="numpy")  # type: ignore[untyped-decorator]
+def quantise_rows(x_at: int, rows: int, size: int, q_at: int, counters_at: int, threads: int, thread: int) -> Any:
+    """One phase: quantise every row."""
+    done, turn = 0, 0
+    while True:
+        row, turn = take(rows, turn, counters_at, threads, thread)
+        if row >= rows:
+            break
+        quantise(x_at + row * size * 4, row, size, q_at)
+        done += 1
+    finish(counters_at, done)
+    return wait(counters_at, rows, threads)
 
 
 @lru_cache
@@ -176,13 +198,7 @@ def _kernel(source: str = SOURCE) -> Callable[..., bool]:
         _ = source
         thread = add_atomically(counters_at, 1)
         counters_at += LINE
-        while True:
-            row = take(counters_at)
-            if row >= rows:
-                break
-            quantise(x_at + row * size * 4, row, rows, size, q_at)
-            finish(counters_at, 1)
-        counters_at = wait(counters_at, rows, threads)
+        counters_at = quantise_rows(x_at, rows, size, q_at, counters_at, threads, thread)
         groups = (size + GROUP - 1) // GROUP
         multiply(q_at, rows, groups, weights_at, bias_at, y_at, width, counters_at, threads, thread)
         return True

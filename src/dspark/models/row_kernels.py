@@ -13,7 +13,7 @@ import numpy as np
 from numba import njit
 from numba.np.numpy_support import carray
 
-from dspark.models.int8_intrinsics import GROUP
+from dspark.models.int8_intrinsics import GROUP, ROW_GROUP_BYTES
 from dspark.models.vector_intrinsics import fused_multiply_add, pointer, store_half
 
 _EXP2 = tuple(math.log(2.0) ** k / math.factorial(k) for k in range(8))
@@ -131,17 +131,16 @@ def _quantise_group(x: Any, bits: Any, q: Any, count: int) -> Any:
 
 
 @njit(error_model="numpy")  # type: ignore[untyped-decorator]
-def quantise_row(x_at: int, size: int, q_at: int, scales_at: int, sums_at: int) -> None:
-    """int8 numbers with a scale for each ``GROUP`` of them, and -128 times the groups' sums (int32).
+def quantise_row(x_at: int, size: int, q_at: int) -> None:
+    """int8 numbers with a scale for each ``GROUP`` of them; ``ROW_GROUP_BYTES`` a group.
 
     The last group is filled with zeros.
     """
     groups = (size + GROUP - 1) // GROUP
-    scales, sums = carray(pointer(scales_at), groups, np.float32), carray(pointer(sums_at), groups, np.int32)
     for g in range(groups):
-        x_group_at = pointer(x_at + 4 * GROUP * g)
+        x_group_at, q_group_at = pointer(x_at + 4 * GROUP * g), q_at + ROW_GROUP_BYTES * g
         x, bits = carray(x_group_at, GROUP, np.float32), carray(x_group_at, GROUP, np.int32)
-        q = carray(pointer(q_at + GROUP * g), GROUP, np.int8)
+        q = carray(pointer(q_group_at), GROUP, np.int8)
         count = size - GROUP * g
         if count >= GROUP:
             scale, total = _quantise_group(x, bits, q, GROUP)
@@ -149,8 +148,8 @@ def quantise_row(x_at: int, size: int, q_at: int, scales_at: int, sums_at: int) 
             scale, total = _quantise_group(x, bits, q, count)
             for i in range(count, GROUP):
                 q[i] = 0
-        scales[g] = scale
-        sums[g] = np.int32(-128) * total
+        carray(pointer(q_group_at + GROUP), 1, np.float32)[0] = scale
+        carray(pointer(q_group_at + GROUP + 4), 1, np.int32)[0] = np.int32(-128) * total
 
 
 @njit(fastmath={"reassoc", "contract"}, error_model="numpy")  # type: ignore[untyped-decorator]

@@ -32,7 +32,8 @@ def _lanes(lanes: list[int]) -> Any:
     return ir.Constant(ir.VectorType(ir.IntType(32), len(lanes)), lanes)
 
 
-def _prefetch(builder: Any, address: Any) -> None:
+def emit_prefetch(builder: Any, address: Any) -> None:
+    """Ask for the line of memory at ``address``, which need not be there, for the second cache."""
     pointer, number = ir.IntType(8).as_pointer(), ir.IntType(32)
     function = cgutils.get_or_insert_function(
         builder.module, ir.FunctionType(ir.VoidType(), [pointer, number, number, number]), "llvm.prefetch.p0"
@@ -91,7 +92,7 @@ def multiply_add(
             columns.append(builder.fpext(column, vector) if is_half.literal_value else column)
         for line in range(lines.literal_value):
             place = builder.add(ahead, builder.mul(step, ahead_step))
-            _prefetch(builder, builder.add(place, ir.Constant(step.type, 64 * line)))
+            emit_prefetch(builder, builder.add(place, ir.Constant(step.type, 64 * line)))
         factor_at = builder.add(left, builder.mul(step, ir.Constant(step.type, 4)))
         factors = []
         for r in range(num_rows):
@@ -139,7 +140,7 @@ def prefetch(typing: Any, address: Any) -> Any:
     """Ask for a line of memory to be brought to the second cache; any address will do."""
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        _prefetch(builder, arguments[0])
+        emit_prefetch(builder, arguments[0])
         return context.get_dummy_value()
 
     return types.void(types.int64), generate
