@@ -4,7 +4,7 @@ import math
 
 import pytest
 import torch
-from hypothesis import assume, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy import integrate
 
@@ -191,7 +191,7 @@ def test_argmax_is_that_of_the_whole_row(columns: int, dtype: torch.dtype) -> No
 @given(
     weights=st.lists(
         st.sampled_from([0.0, 1e-30, 1e-8, 1e-4, 0.1, 1.0]) | st.floats(0, 1), min_size=1, max_size=60
-    ).filter(any),
+    ).filter(lambda weights: max(weights) >= 1e-30),
     position=st.integers(0, 1000),
     dtype=st.sampled_from([torch.float32, torch.float64]),
     extreme=st.dictionaries(st.integers(0, 59), st.sampled_from([0, 2**51, 2**52 - 2**42, 2**52 - 1]), max_size=5),
@@ -201,7 +201,6 @@ def test_only_tokens_that_cannot_win_are_left_out(
     weights: list[float], position: int, dtype: torch.dtype, extreme: dict[int, int]
 ) -> None:
     probs_V = torch.tensor(weights, dtype=dtype)
-    assume(bool(probs_V.any()))
     bits_V = noise_bits(3, position, len(weights))
     for token, bits in extreme.items():
         bits_V[min(token, len(weights) - 1)] = bits

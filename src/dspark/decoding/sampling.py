@@ -93,7 +93,7 @@ def coupled_sample_rows(probs_RV: Tensor, gumbel_RV: Tensor) -> Tensor:
     sum_i 1 / sum_j max(p_j / p_i, q_j / q_i) >= (1 - TV) / (1 + TV).
 
     Args:
-        probs_RV: [R, V], not negative, each row with some mass; need not be normalised.
+        probs_RV: [R, V], not negative; need not be normalised, but the largest of a row is 1e-30 at least.
         gumbel_RV: [R, V], finite. For the columns of a reduced draft vocabulary take the noise of their target ids.
 
     Returns:
@@ -126,7 +126,7 @@ def coupled_sample_bits(probs_V: Tensor, bits_V: Tensor) -> int:
     win, p' and E' those of the most probable token: about E' / p' tokens, whatever the size of the vocabulary.
 
     Args:
-        probs_V: not negative, with some mass; need not be normalised.
+        probs_V: not negative; need not be normalised, but the largest is 1e-30 at least.
         bits_V: int64 [V] (CPU), ``noise_bits`` of the tokens.
 
     Raises:
