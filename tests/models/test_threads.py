@@ -9,7 +9,14 @@ import weakref
 
 import pytest
 
-from dspark.models.threads import run_together
+from dspark.models import threads
+from dspark.models.threads import run_parts, run_together
+
+
+@pytest.fixture(autouse=True)
+def new_crew() -> None:
+    """Helpers of other tests do not come."""
+    threads._crew.cache_clear()
 
 
 class Memory:
@@ -49,10 +56,10 @@ def test_memory_lives_until_the_last_helper_is_done(monkeypatch: pytest.MonkeyPa
         seen.append(alive() is not None)
         return True
 
-    def interrupted(helpers: object) -> None:
+    def interrupted(seconds: float) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("dspark.models.threads.wait", interrupted)
+    monkeypatch.setattr("dspark.models.threads.time.sleep", interrupted)
     with pytest.raises(KeyboardInterrupt):
         run_together(task, 2, memory)
     del memory
@@ -64,6 +71,61 @@ def test_memory_lives_until_the_last_helper_is_done(monkeypatch: pytest.MonkeyPa
             break
         threading.Event().wait(0.05)
     assert seen == [True]
+
+
+def test_the_caller_does_not_wait_for_helpers_to_leave() -> None:
+    caller, helps, go_on, left = threading.get_ident(), threading.Event(), threading.Event(), threading.Event()
+
+    def task() -> bool:
+        if threading.get_ident() == caller:
+            return helps.wait(10.0)
+        helps.set()
+        go_on.wait(10.0)
+        left.set()
+        return True
+
+    assert run_together(task, 2, None)
+    assert not left.is_set()
+    go_on.set()
+    assert left.wait(10.0)
+
+
+def test_who_comes_when_the_call_is_over_does_nothing() -> None:
+    release, came = threading.Event(), threading.Event()
+    callers: set[int] = set()
+
+    def hold() -> bool:
+        came.set()
+        return release.wait(10.0)
+
+    def later() -> bool:
+        callers.add(threading.get_ident())
+        return True
+
+    # The caller of `hold` gets on at once, its helper is held.
+    assert run_together(lambda: came.wait(10.0), 2, None, helping=hold)
+    assert run_together(later, 2, None)
+    release.set()
+    next_came = threading.Event()
+    assert run_together(lambda: next_came.wait(10.0), 2, None, helping=next_came.set)
+    assert callers == {threading.get_ident()}
+
+
+def test_parts_are_all_computed_before_one_is_missed() -> None:
+    ended: list[int] = []
+
+    def compute(part: int) -> bool:
+        if part == 1:
+            raise ValueError("part 1")
+        threading.Event().wait(0.01)
+        ended.append(part)
+        return part != 5
+
+    with pytest.raises(ValueError, match="part 1"):
+        run_parts(compute, 8, 3, None)
+    assert sorted(ended) == [0, 2, 3, 4, 5, 6, 7]
+    assert not run_parts(lambda part: part != 5, 8, 3, None)
+    assert run_parts(lambda part: part != 8, 8, 3, None)
 
 
 def test_a_call_needs_no_helpers_when_the_interpreter_goes_down() -> None:

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from dspark.models.compiling import SOURCE, remembered
 from dspark.models.row_kernels import draw, softmax_of, sum_of
-from dspark.models.threads import run_together
+from dspark.models.threads import run_parts
 
 __all__ = ["readable", "residual", "row_masses", "sample_row", "softmax_rows"]
 
@@ -95,15 +95,13 @@ def residual(target_probs_V: Floats, draft_probs_D: Floats, draft_token_ids_D: n
 
 
 def _share(compute: Callable[[slice], None], num_rows: int) -> None:
-    """Compute all rows, with other threads where it is worth waking them; `run_together` waits for what they took."""
-    parts = iter([slice(first, first + _ROWS) for first in range(0, num_rows, _ROWS)])
+    """Compute all rows, with other threads where it is worth waking them."""
 
-    def take() -> bool:
-        for rows in parts:
-            compute(rows)
+    def compute_part(part: int) -> bool:
+        compute(slice(part * _ROWS, (part + 1) * _ROWS))
         return True
 
-    run_together(take, min(torch.get_num_threads(), num_rows // _ROWS), compute)
+    run_parts(compute_part, -(-num_rows // _ROWS), min(torch.get_num_threads(), num_rows // _ROWS), compute)
 
 
 @lru_cache

@@ -28,7 +28,7 @@ from dspark.models.attention import AttentionPlan
 from dspark.models.compiling import SOURCE, remembered
 from dspark.models.decoder_kernel import OUTSIDE, DecoderKernel, address, run_layers
 from dspark.models.decoder_layer import LayersShape
-from dspark.models.int8_intrinsics import GROUP, ROW_GROUP_BYTES, add_atomically
+from dspark.models.int8_intrinsics import GROUP, ROW_GROUP_BYTES, add_atomically, read_atomically
 from dspark.models.int8_linear import (
     LINE,
     GroupedInt8Linear,
@@ -517,16 +517,16 @@ def _kernel(source: str = SOURCE) -> Callable[..., bool]:
         context, inputs, layers, heads, draws, confidences, wants_tokens, wants_confidences, counters_at, threads
     ):
         _ = source
-        thread = add_atomically(counters_at, 1)
+        thread, failures_at = add_atomically(counters_at, 1), counters_at + 8
         at = _write_context(*context, counters_at + LINE, threads, thread)
         at = _embed(*inputs, at, threads, thread)
-        understood, at = run_layers(*layers, at, threads, thread)
+        at = run_layers(*layers, failures_at, at, threads, thread)
         at = _base_logits(*heads, at, threads, thread)
         if wants_tokens:
             at = _draw_tokens(*draws, at, threads, thread)
             if wants_confidences:
                 _take_confidences(*confidences, at, threads, thread)
-        return understood
+        return read_atomically(failures_at) == 0
 
     kernel: Callable[..., bool] = remembered(draft)
     return kernel

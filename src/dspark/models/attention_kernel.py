@@ -16,7 +16,6 @@ the scale: never on what else is computed with it, on where its blocks lie, or o
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
 from functools import lru_cache
 from typing import Any
 
@@ -29,7 +28,7 @@ from dspark.models.block_tables import BLOCK_SIZE
 from dspark.models.compiling import SOURCE, remembered
 from dspark.models.kv_cache import columns_shape
 from dspark.models.row_kernels import exp2
-from dspark.models.threads import run_together
+from dspark.models.threads import run_parts
 from dspark.models.vector_intrinsics import largest_of, multiply_add, pointer, prefetch, transpose
 
 _TILE_BLOCKS = 4
@@ -97,7 +96,8 @@ def attend_rows(
     together = queries_together(num_queries * num_kv_heads, threads)
     arguments = (*addresses, *shape, exponent_scale, 2**62 if window is None else window, first, together)
     work = int(visible_N.sum()) * num_heads * head_dim if threads > 1 else 0
-    if not _in_parts(kernel, arguments, threads, min(4 * threads, work // _PART_WORK), (tensors, out_NhD)):
+    parts = max(1, min(4 * threads, work // _PART_WORK))
+    if not run_parts(lambda part: bool(kernel(*arguments, part, parts)), parts, threads, (tensors, out_NhD)):
         raise ValueError(
             "visible_N, slots_N or tables_SB name a position, slot or block outside the tables or the pool"
         )
@@ -111,19 +111,6 @@ def queries_together(work: int, threads: int) -> int:
         work: pairs of a query and a key head.
     """
     return max(1, min(_QUERIES, work // (2 * threads))) if threads > 1 else _QUERIES
-
-
-def _in_parts(
-    kernel: Callable[..., bool], arguments: Sequence[Any], threads: int, parts: int, memory: Sequence[Any]
-) -> bool:
-    if parts <= 1:
-        return kernel(*arguments, 0, 1)
-    left = iter(range(parts))  # to be taken by whoever is free: nothing waits for a thread that does not get a core
-
-    def take() -> bool:
-        return all(kernel(*arguments, part, parts) for part in left)
-
-    return run_together(take, threads, memory)
 
 
 @lru_cache

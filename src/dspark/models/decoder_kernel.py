@@ -25,7 +25,7 @@ from dspark.models.attention_kernel import attention_kernel, queries_together
 from dspark.models.block_tables import BLOCK_SIZE
 from dspark.models.compiling import SOURCE, remembered
 from dspark.models.decoder_layer import DecoderLayer, LayersShape
-from dspark.models.int8_intrinsics import GROUP, add_atomically, call_attention
+from dspark.models.int8_intrinsics import GROUP, add_atomically, call_attention, read_atomically
 from dspark.models.int8_linear import (
     LINE,
     GroupedInt8Linear,
@@ -325,13 +325,13 @@ def run_layers(
     taps_at: int, taps_width: int, tap_columns_at: int, cos_at: int, sin_at: int, sliding_cos_at: int,
     sliding_sin_at: int, positions_at: int, keys_at: int, values_at: int, num_rows: int, is_half: bool,
     token_rows_at: int, attention_at: int, tables_at: int, num_slots: int, num_blocks: int, slots_at: int,
-    visible_at: int, scale: Any, window: int, first: int, together: int, parts: int, counters_at: int, threads: int,
-    thread: int,
+    visible_at: int, scale: Any, window: int, first: int, together: int, parts: int, failures_at: int, counters_at: int,
+    threads: int, thread: int,
 ) -> Any:  # fmt: skip
     """The phases of all layers (:meth:`DecoderKernel.prepare`).
 
-    Returns:
-        Whether all slots, positions and blocks exist, and where the next phase's counters are.
+    Args:
+        failures_at: counts the pieces of attention in which a slot, position or block does not exist.
     """
     table = carray(pointer(table_at), (num_layers, 14), np.int64)
     tap_columns = carray(pointer(tap_columns_at), num_layers, np.int64)
@@ -340,7 +340,6 @@ def run_layers(
     intermediate_groups = (intermediate + GROUP - 1) // GROUP
     layer_bytes = kv_heads * num_rows * head_dim * (2 if is_half else 4)
     at = counters_at
-    understood = True
     added_at, added_norm_at, tap_at = 0, 0, 0  # what the layer before leaves to be done
     for index in range(num_layers):
         layer = table[index]
@@ -368,7 +367,8 @@ def run_layers(
                 kv_heads, num_rows, num_slots, num_blocks,
             )  # fmt: skip
             seen = window if is_sliding else _WHOLE
-            understood &= call_attention(attention_at, numbers, scale, (seen, first, together, part, parts))
+            if not call_attention(attention_at, numbers, scale, (seen, first, together, part, parts)):
+                add_atomically(failures_at, 1)
             done += 1
         finish(at, done)
         at = wait(at, parts, threads)
@@ -394,15 +394,16 @@ def run_layers(
         x_at, rows, hidden, added_at, down_width, added_norm_at, tap_at, taps_width * 4, final_norm_at, eps, out_at,
         0, at, threads, thread,
     )  # fmt: skip
-    return understood, at
+    return at
 
 
 @lru_cache
 def _kernel(source: str = SOURCE) -> Callable[..., bool]:
     def decode(layers, counters_at, threads):  # type: ignore[no-untyped-def]
         _ = source
-        thread = add_atomically(counters_at, 1)
-        return run_layers(*layers, counters_at + LINE, threads, thread)[0]
+        thread, failures_at = add_atomically(counters_at, 1), counters_at + 8
+        run_layers(*layers, failures_at, counters_at + LINE, threads, thread)
+        return read_atomically(failures_at) == 0
 
     kernel: Callable[..., bool] = remembered(decode)
     return kernel

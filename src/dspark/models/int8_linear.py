@@ -96,7 +96,10 @@ def quantised_bytes(rows: int, groups: int) -> int:
 
 
 def new_counters(phases: int, threads: int) -> tuple[npt.NDArray[np.uint8], int]:
-    """Memory for the counters of so many phases, and where they begin: one that numbers the threads, then theirs."""
+    """Memory for the counters of so many phases, and where they begin.
+
+    First comes a line with the number of threads that came and a count of failures, then theirs.
+    """
     counters = np.zeros(LINE * (phases * (threads + 1) + 2), np.uint8)
     return counters, (counters.ctypes.data + LINE - 1) // LINE * LINE
 

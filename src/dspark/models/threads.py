@@ -3,40 +3,119 @@
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import suppress
 from functools import lru_cache
+from queue import SimpleQueue
+from threading import Lock, Thread
+
+_LOOK_SECONDS = 0.001
 
 
-def run_together(task: Callable[[], bool], threads: int, memory: object) -> bool:
-    """Run ``task`` here and in ``threads - 1`` helpers at once, and wait for all; whether all returned True.
+def run_together(
+    task: Callable[[], bool], threads: int, memory: object, *, helping: Callable[[], object] | None = None
+) -> bool:
+    """Run ``task`` here and in ``threads - 1`` helpers at once; what it returns here.
 
-    The task hands out its work itself, to whoever asks: helpers may come late, or not at all. What one of them has
-    taken is waited for.
+    The task hands out its work itself, to whoever asks, and returns here when all of it is done: helpers may come late,
+    or not at all. Those that came may still be on their way out, but write nothing any more.
 
     Args:
-        memory: what the task knows by its addresses. It lives as long as a helper runs, even if Ctrl-C ends the wait.
+        memory: what the task knows by its addresses. It lives as long as a helper runs.
+        helping: what helpers run, if it is not the whole task. They raise nothing.
     """
     if threads <= 1:
         return task()
-    helpers: list[Future[bool]] = []
+    call = _Call(helping or task, memory)
     try:
-        with suppress(RuntimeError):  # the interpreter is going down: there are no helpers any more
-            for _ in range(threads - 1):
-                helpers.append(_threads(os.getpid()).submit(_help, task, memory))
-        done = task()
-        others = [helper.result() for helper in helpers if not helper.cancel()]
+        with suppress(RuntimeError):  # the interpreter is going down: there are no new helpers any more
+            _crew(os.getpid()).ask(call, threads - 1)
+        return task()
     except BaseException:  # a helper must not write to the caller's memory when the call is over
-        wait([helper for helper in helpers if not helper.cancel()])
+        call.end()
+        while call.helpers:
+            time.sleep(_LOOK_SECONDS)
         raise
-    return done and all(others)
+    finally:
+        call.end()
 
 
-def _help(task: Callable[[], bool], memory: object) -> bool:
-    return task()
+def run_parts(compute: Callable[[int], bool], parts: int, threads: int, memory: object) -> bool:
+    """Compute parts 0, 1, ... here and in ``threads - 1`` helpers; whether all returned True. ``memory`` as above.
+
+    Raises:
+        BaseException: what a part raised, when all have ended.
+    """
+    left = iter(range(parts))
+    results: SimpleQueue[bool | BaseException] = SimpleQueue()
+
+    def take() -> None:
+        for part in left:
+            try:
+                results.put(compute(part))
+            except BaseException as error:
+                results.put(error)
+
+    def compute_all() -> bool:
+        take()
+        ends = [results.get() for _ in range(parts)]
+        for end in ends:
+            if isinstance(end, BaseException):
+                raise end
+        return all(ends)
+
+    return run_together(compute_all, min(threads, parts), memory, helping=take)
+
+
+class _Call:
+    """Something to help with, until it is over; ``helpers`` are at it now."""
+
+    def __init__(self, task: Callable[[], object], memory: object) -> None:
+        self._task = task
+        self._memory = memory
+        self._lock = Lock()
+        self._is_over = False
+        self.helpers = 0
+
+    def help(self) -> None:
+        with self._lock:
+            if self._is_over:
+                return
+            self.helpers += 1
+        try:
+            self._task()
+        finally:
+            with self._lock:
+                self.helpers -= 1
+
+    def end(self) -> None:
+        with self._lock:
+            self._is_over = True
+
+
+class _Crew:
+    """As many threads as were ever asked for at once."""
+
+    def __init__(self) -> None:
+        self._calls: SimpleQueue[_Call] = SimpleQueue()
+        self._lock = Lock()
+        self._size = 0
+
+    def ask(self, call: _Call, helpers: int) -> None:
+        if self._size < helpers:
+            with self._lock:
+                while self._size < helpers:
+                    Thread(target=self._serve, name="compiled", daemon=True).start()
+                    self._size += 1
+        for _ in range(helpers):
+            self._calls.put(call)
+
+    def _serve(self) -> None:
+        while True:
+            self._calls.get().help()  # and no call is held until the next one
 
 
 @lru_cache(maxsize=1)
-def _threads(process_id: int) -> ThreadPoolExecutor:  # a forked process has none of its parent's
-    return ThreadPoolExecutor(thread_name_prefix="compiled")
+def _crew(process_id: int) -> _Crew:  # a forked process has none of its parent's threads
+    return _Crew()
