@@ -11,13 +11,16 @@ from torch import Tensor
 
 from dspark.decoding import (
     Acceptance,
+    SamplingSettings,
     accept_coupled,
     accept_greedy,
     accept_speculative,
     accept_speculative_rows,
+    accept_tempered_rows,
     residual_probs,
     sample_from,
     sample_rows,
+    token_probs,
 )
 
 LAST_UNIFORM = 1 - 2**-53
@@ -240,3 +243,73 @@ def test_one_target_token_more_than_drafts() -> None:
     for accept in (accept_greedy, accept_coupled):
         with pytest.raises(ValueError, match="one more than draft tokens"):
             accept([1, 2], [1, 2])
+
+
+# ---- the p/q rule on logits ------------------------------------------------------------------------------------------
+
+
+@given(
+    seed=st.integers(0, 10**6),
+    lengths=st.lists(st.integers(0, 3), min_size=1, max_size=6),
+    temperature=st.sampled_from([0.3, 1.0, 1.7]),
+    is_reduced=st.booleans(),
+    dtype=st.sampled_from([torch.float32, torch.float64]),
+)
+@settings(max_examples=150, deadline=None)
+def test_rows_of_logits_are_judged_as_their_distributions(
+    seed: int, lengths: list[int], temperature: float, is_reduced: bool, dtype: torch.dtype
+) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    vocab_size, num_drafted = 40, sum(lengths)
+    logits_RV = 2 * torch.randn(num_drafted + len(lengths), vocab_size, generator=generator)
+    logits_RV[:, 3] = -math.inf
+    ids_D = torch.randperm(vocab_size, generator=generator)[:17] if is_reduced else None
+    columns = vocab_size if ids_D is None else 17
+    draft_probs_LD = torch.randn(num_drafted, columns, generator=generator, dtype=dtype).softmax(-1)
+    columns_L = [int(torch.multinomial(row, 1, generator=generator)) for row in draft_probs_LD]
+    tokens = columns_L if ids_D is None else ids_D[columns_L].tolist()
+    uniforms = torch.rand(num_drafted + len(lengths), generator=generator, dtype=torch.float64).tolist()
+    given_to_both = (draft_probs_LD, uniforms[:num_drafted], uniforms[num_drafted:], ids_D)
+    probs_RV = token_probs(logits_RV, SamplingSettings(temperature=temperature))
+    expected = accept_speculative_rows(lengths, tokens, probs_RV, *given_to_both)
+    assert accept_tempered_rows(lengths, tokens, logits_RV, temperature, *given_to_both) == expected
+    in_float64 = accept_tempered_rows(lengths, tokens, logits_RV.double(), temperature, *given_to_both)
+    assert [block.num_accepted for block in in_float64] == [block.num_accepted for block in expected]
+
+
+def test_rows_behind_a_rejection_are_not_looked_at() -> None:
+    logits_RV = torch.zeros(3, 4)
+    logits_RV[0, 1] = -math.inf
+    logits_RV[1:] = math.nan
+    draft_probs_LD = torch.full((2, 4), 0.25)
+    block = accept_tempered_rows([2], [1, 2], logits_RV, 1.0, draft_probs_LD, [0.5, 0.5], [0.0])[0]
+    assert (block.num_accepted, block.next_token) == (0, 0)
+    with pytest.raises(ValueError, match=r"target_logits_RV\[1\] has no finite maximum"):
+        accept_tempered_rows([2], [0, 2], logits_RV, 1.0, draft_probs_LD, [0.5, 0.5], [0.0])
+
+
+def test_errors_of_rows_of_logits() -> None:
+    logits_RV, uniform_LD = torch.zeros(2, 4), torch.full((1, 4), 0.25)
+
+    def judge(
+        token: int = 1, draft_probs_LD: torch.Tensor = uniform_LD, ids_D: torch.Tensor | None = None, u: float = 0.5
+    ) -> None:
+        accept_tempered_rows([1], [token], logits_RV, 1.0, draft_probs_LD, [u], [0.5], ids_D)
+
+    judge()
+    with pytest.raises(ValueError, match="outside the vocabulary"):
+        judge(token=4)
+    with pytest.raises(ValueError, match=r"draft_probs_LD\[0:\].*is not a distribution"):
+        judge(draft_probs_LD=uniform_LD * 2)
+    with pytest.raises(ValueError, match=r"is not a distribution"):
+        judge(draft_probs_LD=uniform_LD * math.nan)
+    with pytest.raises(ValueError, match="probability 0"):
+        judge(draft_probs_LD=torch.tensor([[0.5, 0.0, 0.5, 0.0]]))
+    with pytest.raises(ValueError, match="probability 0"):
+        judge(token=0, draft_probs_LD=torch.full((1, 2), 0.5), ids_D=torch.tensor([1, 3]))
+    with pytest.raises(ValueError, match="id outside the vocabulary"):
+        judge(token=1, draft_probs_LD=torch.full((1, 2), 0.5), ids_D=torch.tensor([1, 4]))
+    with pytest.raises(ValueError, match=r"outside \[0, 1\)"):
+        judge(u=1.0)
+    with pytest.raises(ValueError, match="draft_token_ids_D"):
+        judge(draft_probs_LD=torch.full((1, 2), 0.5))

@@ -11,6 +11,7 @@ from dspark.decoding.acceptance import (
     accept_greedy,
     accept_speculative,
     accept_speculative_rows,
+    accept_tempered_rows,
     residual_probs,
 )
 from dspark.decoding.history import TokenHistory
@@ -37,6 +38,7 @@ __all__ = [
     "accept_greedy",
     "accept_speculative",
     "accept_speculative_rows",
+    "accept_tempered_rows",
     "argmax_rows",
     "coupled_sample",
     "coupled_sample_bits",

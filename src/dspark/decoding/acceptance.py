@@ -21,14 +21,26 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from dspark.decoding.compiled import readable, residual, row_masses
+from dspark.decoding.compiled import (
+    NO_DISTRIBUTION,
+    NO_MAXIMUM,
+    NOT_DRAWN,
+    SUM_TOLERANCE,
+    judge_block,
+    readable,
+    residual,
+    row_masses,
+)
 from dspark.decoding.sampling import sample_from
-from dspark.decoding.transforms import columns_of
+from dspark.decoding.settings import SamplingSettings
+from dspark.decoding.transforms import column_of_each_id, columns_of, token_probs
+from dspark.models.threads import run_parts
 
-_SUM_TOLERANCE = 1e-3
 _SUM_PRECISION = 1e-5
 
 
@@ -118,10 +130,7 @@ def accept_speculative_rows(
 
     def is_kept(draft: int) -> bool:
         if not q_L[draft] > 0:
-            raise ValueError(
-                f"draft_tokens_L[{draft}] is {draft_tokens[draft]}, which draft_probs_LD[{draft}] gives probability 0; "
-                "pass the distribution the token was drawn from"
-            )
+            raise ValueError(_not_drawn(draft, draft_tokens[draft]))
         row, uniform = row_of_draft[draft], accept_uniforms[draft]
         needed, p = uniform * (q_L[draft] / draft_sums[draft]), p_L[draft] / target_sums[row]
         if abs(needed - p) <= _SUM_PRECISION * p:  # too near, if the sums are in float32
@@ -137,6 +146,63 @@ def accept_speculative_rows(
             next_probs_V = residual_probs(next_probs_V, draft_probs_LD[draft + k], draft_token_ids_D)
         acceptances.append(Acceptance(k, sample_from(next_probs_V, final_uniforms[block])))
     return acceptances
+
+
+def accept_tempered_rows(
+    draft_lengths: Sequence[int],
+    draft_tokens_L: Sequence[int] | Tensor,
+    target_logits_RV: Tensor,
+    temperature: float,
+    draft_probs_LD: Tensor,
+    accept_uniforms_L: Sequence[float] | Tensor,
+    final_uniforms: Sequence[float],
+    draft_token_ids_D: Tensor | None = None,
+) -> list[Acceptance]:
+    """``accept_speculative_rows`` with the target's distributions ``softmax(logits / temperature)``.
+
+    On a CPU in float32, a row costs nothing (and is not checked) if a draft token before it is rejected.
+
+    Args:
+        target_logits_RV: as ``target_probs_RV`` there.
+        temperature: above 0.
+
+    Raises:
+        ValueError: as there, or a row of logits has no finite maximum.
+    """
+    logits, draft_probs = readable(target_logits_RV), readable(draft_probs_LD)
+    if logits is None or logits.dtype != np.float32 or draft_probs is None or not temperature > 0.0:
+        probs_RV = token_probs(target_logits_RV, SamplingSettings(temperature=temperature))
+        return accept_speculative_rows(
+            draft_lengths, draft_tokens_L, probs_RV, draft_probs_LD, accept_uniforms_L, final_uniforms,
+            draft_token_ids_D,
+        )  # fmt: skip
+    tokens_L = np.array(_as_token_list(draft_tokens_L), np.int64)
+    uniforms_L = np.array([float(value) for value in accept_uniforms_L])
+    _check_shapes(draft_lengths, len(tokens_L), target_logits_RV, draft_probs_LD, draft_token_ids_D)
+    _check_uniforms(draft_lengths, uniforms_L.tolist(), final_uniforms)
+    _check_tokens(tokens_L.tolist(), logits.shape[1])
+    columns_L, ids_D = _columns(tokens_L, draft_token_ids_D, logits.shape[1])
+    blocks = list(_blocks(draft_lengths))
+    judged = [(0, 0)] * len(blocks)
+
+    def judge(index: int) -> bool:
+        draft, row, length = blocks[index]
+        drafts = slice(draft, draft + length)
+        judged[index] = judge_block(
+            logits[row : row + length + 1], temperature, tokens_L[drafts], columns_L[drafts], draft_probs[drafts],
+            uniforms_L[drafts], final_uniforms[index], ids_D,
+        )  # fmt: skip
+        return True
+
+    run_parts(judge, len(blocks), min(torch.get_num_threads(), len(blocks) // 2), judged)
+    for (draft, row, _), (k, token) in zip(blocks, judged, strict=True):
+        if token == NO_MAXIMUM:
+            raise ValueError(f"target_logits_RV[{row + k}] has no finite maximum: it has NaN or +inf, or is all -inf")
+        if token == NO_DISTRIBUTION:
+            _checked_sums(draft_probs_LD[draft + k : draft + k + 1], f"draft_probs_LD[{draft + k}:]")
+        if token == NOT_DRAWN:
+            raise ValueError(_not_drawn(draft + k, int(tokens_L[draft + k])))
+    return [Acceptance(int(k), int(token)) for k, token in judged]
 
 
 def _blocks(draft_lengths: Sequence[int]) -> Iterator[tuple[int, int, int]]:
@@ -248,6 +314,18 @@ def _check_shapes(
         )
 
 
+def _check_tokens(draft_tokens: Sequence[int], num_tokens: int) -> None:
+    if not all(0 <= token < num_tokens for token in draft_tokens):
+        raise ValueError(f"draft_tokens_L has an id outside the vocabulary 0..{num_tokens - 1}: {list(draft_tokens)}")
+
+
+def _not_drawn(draft: int, token: int) -> str:
+    return (
+        f"draft_tokens_L[{draft}] is {token}, which draft_probs_LD[{draft}] gives probability 0; pass the distribution "
+        "the token was drawn from"
+    )
+
+
 def _check_uniforms(
     draft_lengths: Sequence[int], accept_uniforms: Sequence[float], final_uniforms: Sequence[float]
 ) -> None:
@@ -268,7 +346,7 @@ def _checked_sums(probs_NV: Tensor, name: str) -> list[float]:
     else:
         sums_N = probs_NV.sum(dim=-1, dtype=torch.promote_types(probs_NV.dtype, torch.float32)).cpu().numpy()
         smallest_N = probs_NV.amin(dim=-1).float().cpu().numpy()
-    is_distribution = (abs(sums_N - 1) <= _SUM_TOLERANCE) & (smallest_N >= 0)  # NaN fails both
+    is_distribution = (abs(sums_N - 1) <= SUM_TOLERANCE) & (smallest_N >= 0)  # NaN fails both
     if not is_distribution.all():
         row = int((~is_distribution).nonzero()[0][0])
         raise ValueError(
@@ -281,9 +359,7 @@ def _checked_sums(probs_NV: Tensor, name: str) -> list[float]:
 
 def _at_tokens(probs_RV: Tensor, rows_L: Sequence[int], tokens_L: Sequence[int]) -> list[float]:
     """Probability of a token in a row, L times."""
-    num_tokens = probs_RV.shape[-1]
-    if not all(0 <= token < num_tokens for token in tokens_L):
-        raise ValueError(f"draft_tokens_L has an id outside the vocabulary 0..{num_tokens - 1}: {list(tokens_L)}")
+    _check_tokens(tokens_L, probs_RV.shape[-1])
     values: list[float] = probs_RV[list(rows_L), list(tokens_L)].tolist()
     return values
 
@@ -297,3 +373,16 @@ def _at_draft_tokens(probs_LD: Tensor, tokens_L: Sequence[int], token_ids_D: Ten
     columns_L1 = torch.where(has_column_L, columns_L, 0).unsqueeze(-1)
     values: list[float] = torch.where(has_column_L, probs_LD.gather(-1, columns_L1).squeeze(-1), 0).tolist()
     return values
+
+
+def _columns(
+    tokens_L: npt.NDArray[np.int64], token_ids_D: Tensor | None, num_tokens: int
+) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64] | None]:
+    """The draft column of each token, or -1, and the ids of the columns, all in the vocabulary; None for all of it."""
+    if token_ids_D is None:
+        return tokens_L, None
+    column_of_id = column_of_each_id(token_ids_D).numpy()
+    if len(column_of_id) > num_tokens:
+        raise ValueError(f"draft_token_ids_D has an id outside the vocabulary 0..{num_tokens - 1}")
+    is_known_L = tokens_L < len(column_of_id)
+    return np.where(is_known_L, column_of_id[np.where(is_known_L, tokens_L, 0)], -1), token_ids_D.numpy()

@@ -19,12 +19,26 @@ import torch
 from torch import Tensor
 
 from dspark.models.compiling import SOURCE, remembered
-from dspark.models.row_kernels import draw, softmax_of, sum_of
+from dspark.models.row_kernels import draw, largest_number, residual_of, softmax_of, sum_of
 from dspark.models.threads import run_parts
 
-__all__ = ["readable", "residual", "row_masses", "sample_row", "softmax_rows"]
+__all__ = [
+    "NOT_DRAWN",
+    "NO_DISTRIBUTION",
+    "NO_MAXIMUM",
+    "SUM_TOLERANCE",
+    "judge_block",
+    "readable",
+    "residual",
+    "row_masses",
+    "sample_row",
+    "softmax_rows",
+]
 
 Floats = npt.NDArray[Any]
+SUM_TOLERANCE = 1e-3
+"""A row whose sum is further from 1 is not a distribution."""
+NO_MAXIMUM, NO_DISTRIBUTION, NOT_DRAWN = -2, -3, -4
 _ROWS = 8  # at a time; with fewer no other thread is woken
 
 
@@ -94,6 +108,34 @@ def residual(target_probs_V: Floats, draft_probs_D: Floats, draft_token_ids_D: n
     return residual_V
 
 
+def judge_block(
+    logits_RV: Floats,
+    temperature: float,
+    tokens_L: npt.NDArray[np.int64],
+    columns_L: npt.NDArray[np.int64],
+    draft_probs_LD: Floats,
+    accept_uniforms_L: Floats,
+    final_uniform: float,
+    draft_token_ids_D: npt.NDArray[np.int64] | None,
+) -> tuple[int, int]:
+    """The p/q rule for one block, of whose rows only those are computed that are reached.
+
+    Args:
+        logits_RV: the target's, float32, a row more than draft tokens.
+        columns_L: of the draft tokens, which are in the vocabulary; -1 for one without.
+        draft_probs_LD: float32 or float64, of as many columns as V or ``draft_token_ids_D`` has, whose ids are in the
+            vocabulary.
+
+    Returns:
+        How many draft tokens are kept, and the token that follows; or a row that is wrong and what about it, negative.
+    """
+    ids_D = np.empty(0, np.int64) if draft_token_ids_D is None else draft_token_ids_D
+    scale = np.float32(math.log2(math.e) / temperature)
+    return _judge_kernel()(
+        logits_RV, scale, tokens_L, columns_L, draft_probs_LD, accept_uniforms_L, final_uniform, ids_D
+    )
+
+
 def _share(compute: Callable[[slice], None], num_rows: int) -> None:
     """Compute all rows, with other threads where it is worth waking them."""
 
@@ -142,24 +184,35 @@ def _sample_kernel(source: str = SOURCE) -> Callable[..., int]:
 def _residual_kernel(source: str = SOURCE) -> Callable[..., None]:
     def residual(p_V, q_D, ids_D, residual_V):  # type: ignore[no-untyped-def]
         _ = source
-        p_factor, q_factor = 1.0 / sum_of(p_V), 1.0 / sum_of(q_D)
-        for i in range(len(p_V)):
-            residual_V[i] = np.float64(p_V[i]) * p_factor
-        if len(ids_D) == 0:
-            for i in range(len(q_D)):
-                residual_V[i] = max(residual_V[i] - np.float64(q_D[i]) * q_factor, 0.0)
-        else:
-            for i in range(len(q_D)):
-                column = ids_D[i]
-                residual_V[column] = max(residual_V[column] - np.float64(q_D[i]) * q_factor, 0.0)
-        total = sum_of(residual_V)
-        if total > 0.0:
-            factor = 1.0 / total
-            for i in range(len(residual_V)):
-                residual_V[i] *= factor
-        else:
-            for i in range(len(p_V)):
-                residual_V[i] = np.float64(p_V[i]) * p_factor
+        residual_of(p_V, q_D, ids_D, residual_V)
 
     kernel: Callable[..., None] = remembered(residual)
+    return kernel
+
+
+@lru_cache
+def _judge_kernel(source: str = SOURCE) -> Callable[..., tuple[int, int]]:
+    def judge(logits_RV, scale, tokens_L, columns_L, draft_probs_LD, accept_uniforms_L, final_uniform, ids_D):  # type: ignore[no-untyped-def]
+        _ = source
+        probs_V = np.empty(logits_RV.shape[1], np.float32)
+        for k in range(len(tokens_L) + 1):
+            if not softmax_of(logits_RV[k], largest_number(logits_RV[k]), scale, probs_V):
+                return k, NO_MAXIMUM
+            if k == len(tokens_L):
+                break
+            q_D = draft_probs_LD[k]
+            mass = sum_of(q_D)
+            if not abs(mass - 1.0) <= SUM_TOLERANCE:
+                return k, NO_DISTRIBUTION
+            q = np.float64(q_D[columns_L[k]]) if columns_L[k] >= 0 else 0.0
+            if not q > 0.0:
+                return k, NOT_DRAWN
+            p = np.float64(probs_V[tokens_L[k]]) / sum_of(probs_V)
+            if not accept_uniforms_L[k] * (q / mass) < p:
+                residual_V = np.empty(len(probs_V))
+                residual_of(probs_V, q_D, ids_D, residual_V)
+                return k, draw(residual_V, final_uniform)
+        return len(tokens_L), draw(probs_V, final_uniform)
+
+    kernel: Callable[..., tuple[int, int]] = remembered(judge)
     return kernel

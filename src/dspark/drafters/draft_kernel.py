@@ -42,7 +42,7 @@ from dspark.models.int8_linear import (
     wait,
 )
 from dspark.models.rope import RopeTable
-from dspark.models.row_kernels import add_row, copy_row, draw, norm_row, rotate_head, softmax_of
+from dspark.models.row_kernels import add_row, copy_row, draw, largest_number, norm_row, rotate_head, softmax_of
 from dspark.models.threads import run_together
 from dspark.models.vector_intrinsics import pointer
 
@@ -419,12 +419,8 @@ def _copy_features(features_at: int, feature: int, row: int, groups: int, q_at: 
 @njit(error_model="numpy")  # type: ignore[untyped-decorator]
 def _most_likely(logits_at: int, size: int) -> int:
     """The column of the largest number, of equal ones the first."""
-    bits = carray(pointer(logits_at), size, np.int32)
-    largest = np.int32(-(2**31))
-    for i in range(size):  # as whole numbers in the same order, which takes a fifth of the time
-        largest = max(largest, np.int32(bits[i] ^ ((bits[i] >> 31) & 0x7FFFFFFF)))
-    value = np.int32(largest ^ ((largest >> 31) & 0x7FFFFFFF)).view(np.float32)
     logits = carray(pointer(logits_at), size, np.float32)
+    value = largest_number(logits)
     for i in range(size):
         if logits[i] == value:
             return i

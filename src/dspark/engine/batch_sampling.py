@@ -21,6 +21,7 @@ from dspark.decoding import (
     accept_coupled,
     accept_greedy,
     accept_speculative_rows,
+    accept_tempered_rows,
     argmax_rows,
     coupled_sample_bits,
     sample_rows,
@@ -210,7 +211,6 @@ def _verify_coupled(rows: Sequence[VerifyRow], logits_NV: Tensor) -> list[Accept
 
 
 def _verify_speculative(rows: Sequence[VerifyRow], logits_NV: Tensor) -> list[Acceptance]:
-    target_probs_NV = _target_probs(rows, logits_NV)
     drafted = [row.draft_probs_LD for row in rows if row.draft_tokens and row.draft_probs_LD is not None]
     accept_uniforms, final_uniforms = [], []
     for row in rows:
@@ -218,15 +218,14 @@ def _verify_speculative(rows: Sequence[VerifyRow], logits_NV: Tensor) -> list[Ac
             raise ValueError("draft_probs_LD is None; the p/q rule needs the distributions of the draft tokens")
         accept_uniforms += [row.sampling.random() for _ in row.draft_tokens]
         final_uniforms.append(row.sampling.random())
-    return accept_speculative_rows(
-        [len(row.draft_tokens) for row in rows],
-        list(chain.from_iterable(row.draft_tokens for row in rows)),
-        target_probs_NV,
-        torch.cat(drafted) if drafted else target_probs_NV.new_empty(0, 0),
-        accept_uniforms,
-        final_uniforms,
-        rows[0].sampling.draft_token_ids_D,
-    )
+    lengths = [len(row.draft_tokens) for row in rows]
+    tokens = list(chain.from_iterable(row.draft_tokens for row in rows))
+    draft_probs_LD = torch.cat(drafted) if drafted else logits_NV.new_empty(0, 0)
+    sampling = rows[0].sampling
+    given = (draft_probs_LD, accept_uniforms, final_uniforms, sampling.draft_token_ids_D)
+    if sampling.settings.is_temperature_alone:
+        return accept_tempered_rows(lengths, tokens, logits_NV, sampling.settings.temperature, *given)
+    return accept_speculative_rows(lengths, tokens, _target_probs(rows, logits_NV), *given)
 
 
 def _draft_probs(rows: Sequence[RequestSampling], logits_RD: Tensor, tokens_Rk: Tensor) -> Tensor:
