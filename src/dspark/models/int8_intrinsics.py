@@ -116,7 +116,7 @@ def _dot_products(
     for (_, c), total in totals.items():
         total.add_incoming(start[c], before)
     x_groups = [builder.add(base, begin) for base in x_rows]
-    new = {}
+    new: dict[tuple[int, int], Any] = {}
     if rows >= _ROWS_TO_PREFETCH:
         for line in range(0, GROUP_BYTES, 64):
             emit_prefetch(builder, builder.add(place, builder.add(ahead, _LONG(line))))
@@ -135,7 +135,7 @@ def _dot_products(
         upper = builder.zext(_load(builder, place, COLUMNS * GROUP + 2 * LANES * c, _HALVES), _INTS)
         upper = builder.shl(upper, ir.Constant(_INTS, [16] * LANES))
         weight_scales.append(builder.bitcast(upper, _FLOATS))
-    new = {}
+    new: dict[tuple[int, int], Any] = {}
     for r in range(rows):
         scale = _spread(builder, _load(builder, x_groups[r], GROUP, ir.FloatType()), _FLOATS)
         for c in range(VECTORS):
