@@ -246,7 +246,10 @@ class Stepper:
                     add_prompt_logprobs(row.choice, row.start, hidden_LH, self._target)
         if not logit_rows:
             return None
-        return self._target.logits(output.hidden_NH[torch.tensor(logit_rows, device=self._target.device)])
+        hidden_NH = output.hidden_NH
+        if len(logit_rows) < len(hidden_NH):
+            hidden_NH = hidden_NH[torch.tensor(logit_rows, device=self._target.device)]
+        return self._target.logits(hidden_NH)
 
     def _accept(
         self, rows: Sequence[Row], verified: Sequence[_Draft], logits_MV: torch.Tensor | None

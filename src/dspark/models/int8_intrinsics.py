@@ -116,7 +116,6 @@ def _dot_products(
     for (_, c), total in totals.items():
         total.add_incoming(start[c], before)
     x_groups = [builder.add(base, begin) for base in x_rows]
-    new: dict[tuple[int, int], Any] = {}
     if rows >= _ROWS_TO_PREFETCH:
         for line in range(0, GROUP_BYTES, 64):
             emit_prefetch(builder, builder.add(place, builder.add(ahead, _LONG(line))))
