@@ -136,7 +136,6 @@ class DSparkDrafter(DraftModel):
         if cache.num_waiting >= MOST_WAITING:
             self._computation.write_context(cache)
 
-    @torch.no_grad()
     def propose(
         self,
         cache: DrafterCache,
@@ -166,6 +165,13 @@ class DSparkDrafter(DraftModel):
             block = self._computation.drawn(cache, slots, anchors_R, count, sample)
             if block is not None:
                 return block
+        return self._propose(cache, slots, anchors_R, sample, count)
+
+    @torch.no_grad()
+    def _propose(
+        self, cache: DrafterCache, slots: Sequence[int], anchors_R: Tensor, sample: DraftSampler, count: int
+    ) -> DraftBlock:
+        """`propose`, token by token."""
         hidden_RGH, base_RGD = self._computation.blocks(cache, slots, anchors_R, count)
         head_hidden_RGH = hidden_RGH.to(self.dtype)  # the type of the heads' parameters
         draft_ids_D = self.draft_token_ids_D

@@ -18,7 +18,7 @@ from dspark.engine.round_counts import RoundCounts, num_judged
 from dspark.engine.sampling import request_sampling
 from dspark.engine.speculation import SpeculationSettings
 from dspark.engine.text import IncrementalText
-from dspark.models.target import Target
+from dspark.models.target import Target, as_tensor
 from dspark.types import Segment
 
 # Prompt tokens per forward pass: bounds the memory of activations and attention masks.
@@ -184,7 +184,7 @@ class _Generation:
         room = min(most, self._max_tokens - len(self._generated) - 1)
         if room == 0:
             return None
-        anchor_1 = torch.tensor([self._generated[-1]], device=self._target.device)
+        anchor_1 = as_tensor([self._generated[-1]], self._target.device)
         sample = draft_sampler([self._sampling], [room])
         return self._drafter.propose(self._drafter_cache, [0], anchor_1, sample, room)
 
@@ -196,7 +196,7 @@ class _Generation:
 
     def _forward(self, token_ids: list[int], start: int) -> torch.Tensor:
         segment = Segment(0, start, len(token_ids))
-        tokens_N = torch.tensor(token_ids, device=self._target.device)
+        tokens_N = as_tensor(token_ids, self._target.device)
         output = self._target.forward(tokens_N, [segment], self._cache, self._tap_layers)
         if self._drafter is not None and self._drafter_cache is not None and output.taps_NT is not None:
             self._drafter.extend(self._drafter_cache, [segment], tokens_N, output.taps_NT)

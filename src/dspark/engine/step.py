@@ -22,7 +22,7 @@ from dspark.engine.grammar import GrammarError
 from dspark.engine.grammar_masks import GrammarMasks
 from dspark.engine.logprobs import add_prompt_logprobs, logprobs_of
 from dspark.engine.request import Delta, TokenLogprob
-from dspark.models.target import Target, TargetCache
+from dspark.models.target import Target, TargetCache, as_tensor
 from dspark.scheduling import (
     Drafts,
     History,
@@ -121,7 +121,7 @@ class Stepper:
 
     @property
     def acceptance_odds_ratio(self) -> float:
-        """Odds of draft tokens to be accepted over those by their confidences, as learned so far."""
+        """Odds of draft tokens to be accepted over those by their confidences, as policies with costs learn it."""
         return math.exp(self._history.correction.shared)
 
     def run(self, decoding: Sequence[Row], chunks: Sequence[Row]) -> tuple[StepRecord, list[Delta | None]]:
@@ -156,7 +156,8 @@ class Stepper:
         accepted_R = np.array(
             [0 if outcome is None else outcome.num_accepted for outcome in outcomes[: len(decoding)]], np.int64
         )
-        self._history = self._history.after(confidences, lengths_R, accepted_R)
+        if self.policy.needs_cost:  # no other policy looks back
+            self._history = self._history.after(confidences, lengths_R, accepted_R)
         self._step += 1
         record = StepRecord(
             policy=self.policy.name,
@@ -191,7 +192,7 @@ class Stepper:
         lengths = plan.draft_lengths_R.tolist()
         drafting = [index for index, length in enumerate(lengths) if length > 0]
         choices = [decoding[index].choice for index in drafting]
-        anchors_R = torch.tensor([choice.tokens[-1] for choice in choices], device=self._target.device)
+        anchors_R = as_tensor([choice.tokens[-1] for choice in choices], self._target.device)
         block = self._drafter.propose(
             self._drafter_cache,
             [decoding[index].slot for index in drafting],
@@ -234,7 +235,7 @@ class Stepper:
             segments.append(Segment(row.slot, row.start, row.length + len(draft.tokens)))
             if row.is_sampled:
                 logit_rows += range(len(tokens) - 1 - len(draft.tokens), len(tokens))
-        tokens_N = torch.tensor(tokens, device=self._target.device)
+        tokens_N = as_tensor(tokens, self._target.device)
         tap_layers = () if self._drafter is None else self._drafter.tap_layers
         output = self._target.forward(tokens_N, segments, self._target_cache, tap_layers)
         if self._drafter is not None and self._drafter_cache is not None and output.taps_NT is not None:
@@ -248,7 +249,7 @@ class Stepper:
             return None
         hidden_NH = output.hidden_NH
         if len(logit_rows) < len(hidden_NH):
-            hidden_NH = hidden_NH[torch.tensor(logit_rows, device=self._target.device)]
+            hidden_NH = hidden_NH[as_tensor(logit_rows, self._target.device)]
         return self._target.logits(hidden_NH)
 
     def _accept(

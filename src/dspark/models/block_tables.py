@@ -157,7 +157,10 @@ class BlockTables:
                 starts - (np.cumsum(lengths, dtype=np.int64) - lengths)
             ).repeat(lengths)
         rows_N = self._host_SB[slots_N, positions_N // BLOCK_SIZE] * np.int64(BLOCK_SIZE) + positions_N % BLOCK_SIZE
-        slots, positions, rows = self._tensor(np.stack([slots_N, positions_N, rows_N]))  # to a GPU in one copy
+        if self.device.type == "cpu":
+            slots, positions, rows = (torch.from_numpy(values_N) for values_N in (slots_N, positions_N, rows_N))
+        else:
+            slots, positions, rows = self._tensor(np.stack([slots_N, positions_N, rows_N]))  # in one copy
         return Places(slots_N=slots, positions_N=positions, rows=rows, last_position=last_position)
 
     def slot_rows(self, slots: Sequence[int], length: int) -> torch.Tensor:

@@ -151,14 +151,15 @@ class Decoder:
             embedded = embedded * torch.tensor(self._config.embedding_scale, dtype=self._dtype, device=self._device)
         return embedded
 
-    @torch.inference_mode()
     def logits(self, hidden_MH: torch.Tensor) -> torch.Tensor:
         """LM head on the given rows: ``[M, V]`` float32."""
-        logits_MV = self._lm_head(hidden_MH).float()
         cap = self._config.final_softcap
-        return logits_MV if cap is None else cap * torch.tanh(logits_MV / cap)
+        if cap is None and isinstance(self._lm_head, GroupedInt8Linear):
+            return self._lm_head(hidden_MH)  # without gradients anyway, and not worth entering a mode for
+        with torch.inference_mode():
+            logits_MV = self._lm_head(hidden_MH).float()
+            return logits_MV if cap is None else cap * torch.tanh(logits_MV / cap)
 
-    @torch.inference_mode()
     def forward(
         self, token_ids_N: torch.Tensor, segments: Sequence[Segment], cache: TargetCache, tap_layers: Sequence[int] = ()
     ) -> TargetOutput:
@@ -171,10 +172,19 @@ class Decoder:
         cache.reserve(segments)
         plan = AttentionPlan(segments, cache, window=c.sliding_window)
         places = plan.places
-        x_NH = self.embed(token_ids_N)
         if self._kernel is not None:
+            x_NH = self.embed(token_ids_N)
             ropes = self._rope.table(places.last_position), self._sliding_rope.table(places.last_position)
             return TargetOutput(*self._kernel(x_NH, ropes, plan, cache, tap_layers))
+        return self._forward(token_ids_N, plan, cache, tap_layers)
+
+    @torch.inference_mode()
+    def _forward(
+        self, token_ids_N: torch.Tensor, plan: AttentionPlan, cache: KVCache, tap_layers: Sequence[int]
+    ) -> TargetOutput:
+        """The pass in PyTorch's operations."""
+        places = plan.places
+        x_NH = self.embed(token_ids_N)
         rope = self._rope.lookup(places.positions_N, places.last_position)
         sliding_rope = rope
         if self._sliding_rope is not self._rope:
