@@ -145,6 +145,15 @@ def test_pages_of_other_sites_cannot_read_answers(client):
     assert client.options("/v1/completions", headers={"origin": "https://elsewhere.example"}).status_code == 405
 
 
+def test_the_openapi_document_says_what_needs_a_key():
+    document = loading_app(ServerSettings(api_keys=("secret",))).openapi()
+    assert document["components"]["securitySchemes"] == {"api_key": {"type": "http", "scheme": "bearer"}}
+    assert document["paths"]["/v1/chat/completions"]["post"]["security"] == [{"api_key": []}]
+    open_paths = {path for path, operations in document["paths"].items() if "security" not in str(operations)}
+    assert open_paths == {"/health", "/version", "/metrics"}
+    assert "securitySchemes" not in loading_app(ServerSettings()).openapi()["components"]
+
+
 def test_the_openapi_document_names_every_route(client):
     paths = client.get("/openapi.json").json()["paths"]
     wanted = {"/v1/chat/completions", "/v1/completions", "/v1/models", "/health", "/metrics", "/version", "/tokenize"}

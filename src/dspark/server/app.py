@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from fastapi import FastAPI
 
 from dspark import __version__
 from dspark.engine.engine import Engine
 from dspark.server import chat, completions, status, tokenize
 from dspark.server.errors import add_error_handlers
-from dspark.server.middleware import BodyLimit, Gate, Reporting
+from dspark.server.middleware import OPEN_PATHS, BodyLimit, Gate, Reporting
 from dspark.server.settings import ServerSettings
 from dspark.server.state import Lifecycle, ServerState
 
@@ -28,6 +30,8 @@ def loading_app(settings: ServerSettings) -> FastAPI:
     add_error_handlers(app)
     for part in (status.router, chat.router, completions.router, tokenize.router):
         app.include_router(part)
+    if settings.api_keys:
+        _document_keys(app)
     app.add_middleware(BodyLimit, settings=settings)  # the last one added is the outermost
     app.add_middleware(Gate, lifecycle=app.state.lifecycle, settings=settings)
     app.add_middleware(Reporting, lifecycle=app.state.lifecycle)
@@ -44,3 +48,18 @@ def create_app(engine: Engine, settings: ServerSettings | None = None) -> FastAP
     app = loading_app(settings)
     app.state.lifecycle.become_ready(ServerState.of(engine, settings))
     return app
+
+
+def _document_keys(app: FastAPI) -> None:
+    """Say in the OpenAPI document which routes ask for a key, and how it is sent: a middleware is not in there."""
+    document_of_routes = app.openapi
+
+    def openapi() -> dict[str, Any]:
+        document = document_of_routes()
+        document["components"]["securitySchemes"] = {"api_key": {"type": "http", "scheme": "bearer"}}
+        for path, operations in document["paths"].items():
+            for operation in operations.values() if path not in OPEN_PATHS else ():
+                operation["security"] = [{"api_key": []}]
+        return document
+
+    app.openapi = openapi  # type: ignore[method-assign]
