@@ -277,6 +277,36 @@ def test_rows_of_logits_are_judged_as_their_distributions(
     assert [block.num_accepted for block in in_float64] == [block.num_accepted for block in expected]
 
 
+@pytest.mark.parametrize("is_reduced", [False, True])
+def test_a_token_of_logits_is_kept_with_p_over_q(is_reduced: bool) -> None:
+    """Just below and just above the threshold of the uniform, which is all that decides; then the residual's law."""
+    generator = torch.Generator().manual_seed(5)
+    logits_RV = 2 * torch.randn(2, 6, generator=generator)
+    ids_D = torch.tensor([4, 0, 3]) if is_reduced else None
+    q_1D = torch.randn(1, 6 if ids_D is None else 3, generator=generator).softmax(-1)
+    p_V, q_V = (logits_RV[0].double() / 0.8).softmax(-1), torch.zeros(6, dtype=torch.float64)
+    q_V[torch.arange(6) if ids_D is None else ids_D] = q_1D[0].double()
+    residual_V = (p_V - q_V).clamp(min=0)
+    residual_V /= residual_V.sum()
+    rejected = 0
+    for token in range(6) if ids_D is None else ids_D.tolist():
+        threshold = float(p_V[token] / q_V[token])
+
+        def judge(uniform: float, final: float = 0.5, token: int = token) -> Acceptance:
+            return accept_tempered_rows([1], [token], logits_RV, 0.8, q_1D, [uniform], [final], ids_D)[0]
+
+        assert judge(min(threshold * (1 - 1e-5), LAST_UNIFORM)).num_accepted == 1
+        if (above := threshold * (1 + 1e-5)) < 1.0:
+            assert judge(above).num_accepted == 0
+            rejected += 1
+            ends_V = residual_V.cumsum(0)
+            for next_token in residual_V.nonzero().flatten().tolist():
+                begin = float(ends_V[next_token] - residual_V[next_token])
+                assert judge(above, begin + 1e-5).next_token == next_token
+                assert judge(above, float(ends_V[next_token]) - 1e-5).next_token == next_token
+    assert rejected > 0
+
+
 def test_rows_behind_a_rejection_are_not_looked_at() -> None:
     logits_RV = torch.zeros(3, 4)
     logits_RV[0, 1] = -math.inf
@@ -299,8 +329,10 @@ def test_errors_of_rows_of_logits() -> None:
     judge()
     with pytest.raises(ValueError, match="outside the vocabulary"):
         judge(token=4)
-    with pytest.raises(ValueError, match=r"draft_probs_LD\[0:\].*is not a distribution"):
+    with pytest.raises(ValueError, match=r"draft_probs_LD\[0\] is not a distribution: it sums to 2"):
         judge(draft_probs_LD=uniform_LD * 2)
+    with pytest.raises(ValueError, match=r"its smallest entry is -0.2"):
+        judge(draft_probs_LD=torch.tensor([[0.6, 0.6, -0.2, 0.0]]))
     with pytest.raises(ValueError, match=r"is not a distribution"):
         judge(draft_probs_LD=uniform_LD * math.nan)
     with pytest.raises(ValueError, match="probability 0"):
@@ -309,6 +341,12 @@ def test_errors_of_rows_of_logits() -> None:
         judge(token=0, draft_probs_LD=torch.full((1, 2), 0.5), ids_D=torch.tensor([1, 3]))
     with pytest.raises(ValueError, match="id outside the vocabulary"):
         judge(token=1, draft_probs_LD=torch.full((1, 2), 0.5), ids_D=torch.tensor([1, 4]))
+    with pytest.raises(ValueError, match="id outside the vocabulary"):
+        judge(token=0, draft_probs_LD=torch.full((1, 2), 0.5), ids_D=torch.tensor([0, -1]))
+    with pytest.raises(ValueError, match="temperature is 0"):
+        accept_tempered_rows([1], [0], logits_RV, 0.0, uniform_LD, [0.5], [0.5])
+    with pytest.raises(ValueError, match=r"target_logits_RV has shape \(3, 4\)"):
+        accept_tempered_rows([1], [0], torch.zeros(3, 4), 1.0, uniform_LD, [0.5], [0.5])
     with pytest.raises(ValueError, match=r"outside \[0, 1\)"):
         judge(u=1.0)
     with pytest.raises(ValueError, match="draft_token_ids_D"):

@@ -128,6 +128,51 @@ def test_parts_are_all_computed_before_one_is_missed() -> None:
     assert run_parts(lambda part: part != 8, 8, 3, None)
 
 
+def test_what_a_helper_raises_reaches_the_caller_and_ends_no_thread() -> None:
+    ended = threading.Event()
+
+    def fail() -> None:
+        try:
+            raise MemoryError("helper")
+        finally:
+            ended.set()
+
+    def wait() -> bool:
+        assert ended.wait(10.0)
+        threading.Event().wait(0.1)
+        return True
+
+    for _ in range(3):  # one thread helps each time
+        ended.clear()
+        with pytest.raises(MemoryError, match="helper"):
+            run_together(wait, 2, None, helping=fail)
+
+
+def test_a_call_that_is_over_holds_nothing_for_a_helper_that_is_busy() -> None:
+    release, came = threading.Event(), threading.Event()
+    assert run_together(lambda: came.wait(10.0), 2, None, helping=lambda: (came.set(), release.wait(10.0)))
+    memory = Memory()
+    alive = weakref.ref(memory)
+    assert run_together(lambda: True, 2, memory)
+    del memory
+    assert alive() is None
+    release.set()
+
+
+def test_threads_that_cannot_be_had_leave_those_that_are_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    helped = threading.Event()
+    assert run_together(lambda: helped.wait(10.0), 2, None, helping=helped.set)
+    helped.clear()
+
+    def fail(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr("dspark.models.threads.Thread.start", fail)
+    assert run_together(lambda: helped.wait(10.0), 8, None, helping=helped.set)
+    threads._crew.cache_clear()
+    assert run_together(lambda: True, 8, None)
+
+
 def test_a_call_needs_no_helpers_when_the_interpreter_goes_down() -> None:
     script = """
 import atexit

@@ -30,6 +30,7 @@ from dspark.decoding.compiled import (
     NO_DISTRIBUTION,
     NO_MAXIMUM,
     NOT_DRAWN,
+    RIGHT,
     SUM_TOLERANCE,
     judge_block,
     readable,
@@ -38,7 +39,7 @@ from dspark.decoding.compiled import (
 )
 from dspark.decoding.sampling import sample_from
 from dspark.decoding.settings import SamplingSettings
-from dspark.decoding.transforms import column_of_each_id, columns_of, token_probs
+from dspark.decoding.transforms import columns_of, token_probs
 from dspark.models.threads import run_parts
 
 _SUM_PRECISION = 1e-5
@@ -169,21 +170,27 @@ def accept_tempered_rows(
     Raises:
         ValueError: as there, or a row of logits has no finite maximum.
     """
+    settings = SamplingSettings(temperature=temperature)
+    if settings.is_greedy:
+        raise ValueError("temperature is 0: there is no softmax to divide by it (accept_greedy)")
     logits, draft_probs = readable(target_logits_RV), readable(draft_probs_LD)
-    if logits is None or logits.dtype != np.float32 or draft_probs is None or not temperature > 0.0:
-        probs_RV = token_probs(target_logits_RV, SamplingSettings(temperature=temperature))
+    if logits is None or logits.dtype != np.float32 or draft_probs is None:
+        probs_RV = token_probs(target_logits_RV, settings)
         return accept_speculative_rows(
             draft_lengths, draft_tokens_L, probs_RV, draft_probs_LD, accept_uniforms_L, final_uniforms,
             draft_token_ids_D,
         )  # fmt: skip
     tokens_L = np.array(_as_token_list(draft_tokens_L), np.int64)
     uniforms_L = np.array([float(value) for value in accept_uniforms_L])
-    _check_shapes(draft_lengths, len(tokens_L), target_logits_RV, draft_probs_LD, draft_token_ids_D)
+    _check_shapes(
+        draft_lengths, len(tokens_L), target_logits_RV, draft_probs_LD, draft_token_ids_D, name="target_logits_RV"
+    )
     _check_uniforms(draft_lengths, uniforms_L.tolist(), final_uniforms)
     _check_tokens(tokens_L.tolist(), logits.shape[1])
-    columns_L, ids_D = _columns(tokens_L, draft_token_ids_D, logits.shape[1])
+    columns, has_column = columns_of(torch.from_numpy(tokens_L), logits.shape[1], draft_token_ids_D)
+    columns_L, ids_D = torch.where(has_column, columns, -1).numpy(), _checked_ids(draft_token_ids_D, logits.shape[1])
     blocks = list(_blocks(draft_lengths))
-    judged = [(0, 0)] * len(blocks)
+    judged = [(0, 0, RIGHT)] * len(blocks)
 
     def judge(index: int) -> bool:
         draft, row, length = blocks[index]
@@ -195,14 +202,16 @@ def accept_tempered_rows(
         return True
 
     run_parts(judge, len(blocks), min(torch.get_num_threads(), len(blocks) // 2), judged)
-    for (draft, row, _), (k, token) in zip(blocks, judged, strict=True):
-        if token == NO_MAXIMUM:
+    for (draft, row, _), (k, token, problem) in zip(blocks, judged, strict=True):
+        if problem == NO_MAXIMUM:
             raise ValueError(f"target_logits_RV[{row + k}] has no finite maximum: it has NaN or +inf, or is all -inf")
-        if token == NO_DISTRIBUTION:
-            _checked_sums(draft_probs_LD[draft + k : draft + k + 1], f"draft_probs_LD[{draft + k}:]")
-        if token == NOT_DRAWN:
+        if problem == NO_DISTRIBUTION:
+            q_D = draft_probs[draft + k]
+            raise ValueError(_no_distribution("draft_probs_LD", draft + k, float(q_D.sum()), float(q_D.min())))
+        if problem == NOT_DRAWN:
             raise ValueError(_not_drawn(draft + k, int(tokens_L[draft + k])))
-    return [Acceptance(int(k), int(token)) for k, token in judged]
+        assert token >= 0, "a softmax and a residual have mass"
+    return [Acceptance(k, token) for k, token, _ in judged]
 
 
 def _blocks(draft_lengths: Sequence[int]) -> Iterator[tuple[int, int, int]]:
@@ -293,13 +302,14 @@ def _check_shapes(
     target_probs_RV: Tensor,
     draft_probs_LD: Tensor,
     draft_token_ids_D: Tensor | None,
+    name: str = "target_probs_RV",
 ) -> None:
     if num_drafted != sum(draft_lengths):
         raise ValueError(f"draft_tokens_L has {num_drafted} tokens; draft_lengths asks for {sum(draft_lengths)}")
     num_rows = num_drafted + len(draft_lengths)
     if target_probs_RV.dim() != 2 or target_probs_RV.shape[0] != num_rows:
         raise ValueError(
-            f"target_probs_RV has shape {tuple(target_probs_RV.shape)}; {num_drafted} draft tokens need {num_rows} rows"
+            f"{name} has shape {tuple(target_probs_RV.shape)}; {num_drafted} draft tokens need {num_rows} rows"
         )
     if draft_probs_LD.dim() != 2 or draft_probs_LD.shape[0] != num_drafted:
         raise ValueError(
@@ -317,6 +327,13 @@ def _check_shapes(
 def _check_tokens(draft_tokens: Sequence[int], num_tokens: int) -> None:
     if not all(0 <= token < num_tokens for token in draft_tokens):
         raise ValueError(f"draft_tokens_L has an id outside the vocabulary 0..{num_tokens - 1}: {list(draft_tokens)}")
+
+
+def _no_distribution(name: str, row: int, total: float, smallest: float) -> str:
+    return (
+        f"{name}[{row}] is not a distribution: it sums to {total:.6g}, its smallest entry is {smallest:.6g}; pass "
+        "probabilities (token_probs), not logits"
+    )
 
 
 def _not_drawn(draft: int, token: int) -> str:
@@ -349,10 +366,7 @@ def _checked_sums(probs_NV: Tensor, name: str) -> list[float]:
     is_distribution = (abs(sums_N - 1) <= SUM_TOLERANCE) & (smallest_N >= 0)  # NaN fails both
     if not is_distribution.all():
         row = int((~is_distribution).nonzero()[0][0])
-        raise ValueError(
-            f"{name}[{row}] is not a distribution: it sums to {float(sums_N[row]):.6g}, its smallest entry is "
-            f"{float(smallest_N[row]):.6g}; pass probabilities (token_probs), not logits"
-        )
+        raise ValueError(_no_distribution(name, row, float(sums_N[row]), float(smallest_N[row])))
     sums: list[float] = sums_N.tolist()
     return sums
 
@@ -375,14 +389,10 @@ def _at_draft_tokens(probs_LD: Tensor, tokens_L: Sequence[int], token_ids_D: Ten
     return values
 
 
-def _columns(
-    tokens_L: npt.NDArray[np.int64], token_ids_D: Tensor | None, num_tokens: int
-) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64] | None]:
-    """The draft column of each token, or -1, and the ids of the columns, all in the vocabulary; None for all of it."""
+def _checked_ids(token_ids_D: Tensor | None, num_tokens: int) -> npt.NDArray[np.int64] | None:
     if token_ids_D is None:
-        return tokens_L, None
-    column_of_id = column_of_each_id(token_ids_D).numpy()
-    if len(column_of_id) > num_tokens:
+        return None
+    ids_D: npt.NDArray[np.int64] = token_ids_D.numpy()
+    if len(ids_D) and not 0 <= ids_D.min() <= ids_D.max() < num_tokens:
         raise ValueError(f"draft_token_ids_D has an id outside the vocabulary 0..{num_tokens - 1}")
-    is_known_L = tokens_L < len(column_of_id)
-    return np.where(is_known_L, column_of_id[np.where(is_known_L, tokens_L, 0)], -1), token_ids_D.numpy()
+    return ids_D

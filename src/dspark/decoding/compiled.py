@@ -1,4 +1,4 @@
-"""Distributions over a vocabulary on a CPU, each row in a few passes of compiled code.
+"""Distributions over a vocabulary, and the p/q rule on them, on a CPU: each row in a few passes of compiled code.
 
 With PyTorch each step is an operation of its own, and the larger ones wake other threads for a row or two. A row's
 result does not depend on the rows beside it.
@@ -26,6 +26,7 @@ __all__ = [
     "NOT_DRAWN",
     "NO_DISTRIBUTION",
     "NO_MAXIMUM",
+    "RIGHT",
     "SUM_TOLERANCE",
     "judge_block",
     "readable",
@@ -38,7 +39,8 @@ __all__ = [
 Floats = npt.NDArray[Any]
 SUM_TOLERANCE = 1e-3
 """A row whose sum is further from 1 is not a distribution."""
-NO_MAXIMUM, NO_DISTRIBUTION, NOT_DRAWN = -2, -3, -4
+RIGHT, NO_MAXIMUM, NO_DISTRIBUTION, NOT_DRAWN = range(4)
+"""What may be wrong with the row at which :func:`judge_block` ended."""
 _ROWS = 8  # at a time; with fewer no other thread is woken
 
 
@@ -117,7 +119,7 @@ def judge_block(
     accept_uniforms_L: Floats,
     final_uniform: float,
     draft_token_ids_D: npt.NDArray[np.int64] | None,
-) -> tuple[int, int]:
+) -> tuple[int, int, int]:
     """The p/q rule for one block, of whose rows only those are computed that are reached.
 
     Args:
@@ -127,7 +129,7 @@ def judge_block(
             vocabulary.
 
     Returns:
-        How many draft tokens are kept, and the token that follows; or a row that is wrong and what about it, negative.
+        How many draft tokens are kept, the token that follows, and `RIGHT`; or a row that is wrong, and what about it.
     """
     ids_D = np.empty(0, np.int64) if draft_token_ids_D is None else draft_token_ids_D
     scale = np.float32(math.log2(math.e) / temperature)
@@ -191,28 +193,28 @@ def _residual_kernel(source: str = SOURCE) -> Callable[..., None]:
 
 
 @lru_cache
-def _judge_kernel(source: str = SOURCE) -> Callable[..., tuple[int, int]]:
+def _judge_kernel(source: str = SOURCE) -> Callable[..., tuple[int, int, int]]:
     def judge(logits_RV, scale, tokens_L, columns_L, draft_probs_LD, accept_uniforms_L, final_uniform, ids_D):  # type: ignore[no-untyped-def]
         _ = source
         probs_V = np.empty(logits_RV.shape[1], np.float32)
         for k in range(len(tokens_L) + 1):
             if not softmax_of(logits_RV[k], largest_number(logits_RV[k]), scale, probs_V):
-                return k, NO_MAXIMUM
+                return k, -1, NO_MAXIMUM
             if k == len(tokens_L):
                 break
             q_D = draft_probs_LD[k]
             mass = sum_of(q_D)
-            if not abs(mass - 1.0) <= SUM_TOLERANCE:
-                return k, NO_DISTRIBUTION
+            if not (abs(mass - 1.0) <= SUM_TOLERANCE and q_D.min() >= 0.0):
+                return k, -1, NO_DISTRIBUTION
             q = np.float64(q_D[columns_L[k]]) if columns_L[k] >= 0 else 0.0
             if not q > 0.0:
-                return k, NOT_DRAWN
+                return k, -1, NOT_DRAWN
             p = np.float64(probs_V[tokens_L[k]]) / sum_of(probs_V)
             if not accept_uniforms_L[k] * (q / mass) < p:
                 residual_V = np.empty(len(probs_V))
                 residual_of(probs_V, q_D, ids_D, residual_V)
-                return k, draw(residual_V, final_uniform)
-        return len(tokens_L), draw(probs_V, final_uniform)
+                return k, draw(residual_V, final_uniform), RIGHT
+        return len(tokens_L), draw(probs_V, final_uniform), RIGHT
 
-    kernel: Callable[..., tuple[int, int]] = remembered(judge)
+    kernel: Callable[..., tuple[int, int, int]] = remembered(judge)
     return kernel

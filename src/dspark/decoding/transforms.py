@@ -177,14 +177,14 @@ def columns_of(ids: Tensor, num_columns: int, token_ids_of_columns: Tensor | Non
     """The column of each target id, and whether it has one."""
     if token_ids_of_columns is None:
         return ids, ids < num_columns
-    column_of_id = column_of_each_id(token_ids_of_columns).to(ids.device)
+    column_of_id = _column_of_id(token_ids_of_columns).to(ids.device)
     num_ids = len(column_of_id)
     columns = torch.where(ids < num_ids, column_of_id[ids.clamp(max=num_ids - 1)], -1)
     return columns, columns >= 0
 
 
 @lru_cache(maxsize=8)
-def column_of_each_id(token_ids_of_columns: Tensor) -> Tensor:
+def _column_of_id(token_ids_of_columns: Tensor) -> Tensor:
     """For each id up to the largest its column, or -1: of a draft vocabulary, which every round asks for.
 
     A drafter's requests share one tensor of ids, which nobody changes.

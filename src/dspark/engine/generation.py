@@ -17,8 +17,9 @@ from dspark.engine.result import GenerationResult, RoundEvent
 from dspark.engine.round_counts import RoundCounts, num_judged
 from dspark.engine.sampling import request_sampling
 from dspark.engine.speculation import SpeculationSettings
+from dspark.engine.tensors import as_tensor
 from dspark.engine.text import IncrementalText
-from dspark.models.target import Target, as_tensor
+from dspark.models.target import Target
 from dspark.types import Segment
 
 # Prompt tokens per forward pass: bounds the memory of activations and attention masks.

@@ -35,7 +35,7 @@ class GrammarMasks:
         self._bits_MW = llguidance.numpy.allocate_token_bitmask(0, vocab_size)
         self._executor: LLExecutor | None = None
 
-    @torch.inference_mode()  # as the logits were made: they could not be changed outside of it
+    @torch.inference_mode()  # some targets make their logits in this mode: they cannot be changed outside of it
     def apply(
         self, choices: Sequence[Choice], drafts: Sequence[Sequence[int]], logits_MV: torch.Tensor
     ) -> tuple[torch.Tensor, dict[int, int]]:

@@ -22,7 +22,8 @@ from dspark.engine.grammar import GrammarError
 from dspark.engine.grammar_masks import GrammarMasks
 from dspark.engine.logprobs import add_prompt_logprobs, logprobs_of
 from dspark.engine.request import Delta, TokenLogprob
-from dspark.models.target import Target, TargetCache, as_tensor
+from dspark.engine.tensors import as_tensor
+from dspark.models.target import Target, TargetCache
 from dspark.scheduling import (
     Drafts,
     History,
@@ -121,7 +122,7 @@ class Stepper:
 
     @property
     def acceptance_odds_ratio(self) -> float:
-        """Odds of draft tokens to be accepted over those by their confidences, as policies with costs learn it."""
+        """Odds of draft tokens to be accepted over those by their confidences, as learned so far."""
         return math.exp(self._history.correction.shared)
 
     def run(self, decoding: Sequence[Row], chunks: Sequence[Row]) -> tuple[StepRecord, list[Delta | None]]:
@@ -156,8 +157,7 @@ class Stepper:
         accepted_R = np.array(
             [0 if outcome is None else outcome.num_accepted for outcome in outcomes[: len(decoding)]], np.int64
         )
-        if self.policy.needs_cost:  # no other policy looks back
-            self._history = self._history.after(confidences, lengths_R, accepted_R)
+        self._history = self._history.after(confidences, lengths_R, accepted_R)
         self._step += 1
         record = StepRecord(
             policy=self.policy.name,

@@ -66,7 +66,7 @@ def dot_products(
 
     Args:
         rows: 1 to ``ROWS``.
-        x: of each row ``groups`` times ``ROW_GROUP_BYTES``.
+        x: of each row ``groups`` times ``ROW_GROUP_BYTES``, with ``scales[r, g]`` behind the numbers ``x[r, g]``.
         weights: for each group ``GROUP_BYTES``: numbers + 128 as bytes ``[GROUP / 4, COLUMNS, 4]``, and their scales.
         ahead: bytes from a group's weights to those to ask memory for meanwhile.
         bias: float32 ``[COLUMNS]``.

@@ -163,7 +163,7 @@ def sum_of(values: Any) -> Any:
 
 @njit(error_model="numpy")  # type: ignore[untyped-decorator]
 def largest_number(values: Any) -> Any:
-    """The largest of float32 numbers; one that is not finite if any is NaN or +inf, or all are -inf."""
+    """The largest of float32 numbers, not finite if there is +inf or nothing but -inf. NaN comes first or last."""
     bits = values.view(np.int32)
     largest = np.int32(-(2**31))
     for i in range(len(values)):  # as whole numbers in the same order, which takes a fifth of the time

@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-import numpy as np
 import torch
 
 from dspark.models.block_tables import BlockTables
@@ -173,11 +172,6 @@ class Target(Protocol):
     def embed(self, token_ids: torch.Tensor) -> torch.Tensor:
         """Input embeddings ``[..., H]`` as the model itself feeds them to its first layer."""
         ...
-
-
-def as_tensor(numbers: Sequence[int], device: torch.device) -> torch.Tensor:
-    """int64 ``[N]``; a few numbers in a fraction of the time that ``torch.tensor`` takes for a list."""
-    return torch.from_numpy(np.array(numbers, np.int64)).to(device)
 
 
 def check_pass(

@@ -1,4 +1,4 @@
-"""Threads that help with one call of compiled code at a time."""
+"""Threads that help with one call at a time: of compiled code, or of Python that calls it part by part."""
 
 from __future__ import annotations
 
@@ -23,15 +23,17 @@ def run_together(
 
     Args:
         memory: what the task knows by its addresses. It lives as long as a helper runs.
-        helping: what helpers run, if it is not the whole task. They raise nothing.
+        helping: what helpers run, if it is not the whole task.
+
+    Raises:
+        BaseException: what the task raised, here or in a helper that was done by then.
     """
     if threads <= 1:
         return task()
     call = _Call(helping or task, memory)
     try:
-        with suppress(RuntimeError):  # the interpreter is going down: there are no new helpers any more
-            _crew(os.getpid()).ask(call, threads - 1)
-        return task()
+        _crew(os.getpid()).ask(call, threads - 1)
+        done = task()
     except BaseException:  # a helper must not write to the caller's memory when the call is over
         call.end()
         while call.helpers:
@@ -39,10 +41,16 @@ def run_together(
         raise
     finally:
         call.end()
+    if call.error is not None:
+        raise call.error
+    return done
 
 
 def run_parts(compute: Callable[[int], bool], parts: int, threads: int, memory: object) -> bool:
-    """Compute parts 0, 1, ... here and in ``threads - 1`` helpers; whether all returned True. ``memory`` as above.
+    """Compute parts 0, 1, ... here and in ``threads - 1`` helpers; whether all returned True.
+
+    Args:
+        memory: what ``compute`` knows by its addresses. It lives as long as a helper runs.
 
     Raises:
         BaseException: what a part raised, when all have ended.
@@ -52,10 +60,12 @@ def run_parts(compute: Callable[[int], bool], parts: int, threads: int, memory: 
 
     def take() -> None:
         for part in left:
+            end: bool | BaseException
             try:
-                results.put(compute(part))
+                end = compute(part)
             except BaseException as error:
-                results.put(error)
+                end = error
+            results.put(end)
 
     def compute_all() -> bool:
         take()
@@ -72,26 +82,29 @@ class _Call:
     """Something to help with, until it is over; ``helpers`` are at it now."""
 
     def __init__(self, task: Callable[[], object], memory: object) -> None:
-        self._task = task
-        self._memory = memory
+        self._wanted: tuple[Callable[[], object], object] | None = (task, memory)
         self._lock = Lock()
-        self._is_over = False
         self.helpers = 0
+        self.error: BaseException | None = None
 
     def help(self) -> None:
         with self._lock:
-            if self._is_over:
+            wanted = self._wanted
+            if wanted is None:
                 return
             self.helpers += 1
         try:
-            self._task()
+            wanted[0]()
+        except BaseException as error:
+            self.error = error
         finally:
             with self._lock:
                 self.helpers -= 1
 
     def end(self) -> None:
+        """Let nobody begin any more, and hold nothing but for those who have begun."""
         with self._lock:
-            self._is_over = True
+            self._wanted = None
 
 
 class _Crew:
@@ -103,13 +116,13 @@ class _Crew:
         self._size = 0
 
     def ask(self, call: _Call, helpers: int) -> None:
+        for _ in range(helpers):
+            self._calls.put(call)
         if self._size < helpers:
-            with self._lock:
+            with self._lock, suppress(RuntimeError):  # no more threads can be had: those that are there help
                 while self._size < helpers:
                     Thread(target=self._serve, name="compiled", daemon=True).start()
                     self._size += 1
-        for _ in range(helpers):
-            self._calls.put(call)
 
     def _serve(self) -> None:
         while True:

@@ -1,0 +1,13 @@
+"""Numbers of a step as tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+
+
+def as_tensor(numbers: Sequence[int], device: torch.device) -> torch.Tensor:
+    """int64 ``[N]``; a few numbers in a fraction of the time that ``torch.tensor`` takes for a list."""
+    return torch.from_numpy(np.array(numbers, np.int64)).to(device)
