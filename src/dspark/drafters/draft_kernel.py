@@ -246,8 +246,8 @@ class DraftKernel:
         """Arguments of ``_write_context``, and what they know by address. The later of two at one place comes later."""
         c, weights, waiting = self._shape, self._weights, cache.waiting
         self._layers.check_cache(cache)
-        taps_NT = _joined([context.taps_NT for context in waiting], torch.empty(0, weights.fc.size_in))
-        taps_NT = taps_NT.float().contiguous()
+        taps_NT = _joined([context.taps_NT.float() for context in waiting], torch.empty(0, weights.fc.size_in))
+        taps_NT = taps_NT.contiguous()
         positions_N = _joined([context.places.positions_N for context in waiting], torch.empty(0, dtype=torch.int64))
         token_rows_N = _joined([context.places.row_numbers for context in waiting], torch.empty(0, dtype=torch.int64))
         rope = self._rope.table(max((context.places.last_position for context in waiting), default=0))
@@ -287,7 +287,10 @@ def _draws(sampler: PlainSampler | None, rows: int, count: int) -> tuple[Floats,
 
 
 def _joined(parts: Sequence[Tensor], nothing: Tensor) -> Tensor:
-    return (parts[0] if len(parts) == 1 else torch.cat(list(parts))) if parts else nothing
+    if not parts:
+        return nothing
+    # Not by PyTorch, whose threads would go on spinning beside those of the kernel.
+    return parts[0] if len(parts) == 1 else torch.from_numpy(np.concatenate([part.numpy() for part in parts]))
 
 
 def _addresses(linear: GroupedInt8Linear | None) -> tuple[int, int, int, int]:

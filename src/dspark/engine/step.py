@@ -22,7 +22,7 @@ from dspark.engine.grammar import GrammarError
 from dspark.engine.grammar_masks import GrammarMasks
 from dspark.engine.logprobs import add_prompt_logprobs, logprobs_of
 from dspark.engine.request import Delta, TokenLogprob
-from dspark.engine.tensors import as_tensor
+from dspark.engine.tensors import as_tensor, pick_rows
 from dspark.models.target import Target, TargetCache
 from dspark.scheduling import (
     Drafts,
@@ -249,7 +249,7 @@ class Stepper:
             return None
         hidden_NH = output.hidden_NH
         if len(logit_rows) < len(hidden_NH):
-            hidden_NH = hidden_NH[as_tensor(logit_rows, self._target.device)]
+            hidden_NH = pick_rows(hidden_NH, logit_rows)
         return self._target.logits(hidden_NH)
 
     def _accept(

@@ -173,10 +173,18 @@ class Decoder:
         plan = AttentionPlan(segments, cache, window=c.sliding_window)
         places = plan.places
         if self._kernel is not None:
-            x_NH = self.embed(token_ids_N)
+            x_NH = self._copied_embeddings(token_ids_N)
             ropes = self._rope.table(places.last_position), self._sliding_rope.table(places.last_position)
             return TargetOutput(*self._kernel(x_NH, ropes, plan, cache, tap_layers))
         return self._forward(token_ids_N, plan, cache, tap_layers)
+
+    def _copied_embeddings(self, token_ids_N: torch.Tensor) -> torch.Tensor:
+        """`embed` of a compiled pass: without PyTorch's threads, which would go on spinning beside its own."""
+        ids_N = token_ids_N.numpy()
+        if len(ids_N) and not 0 <= ids_N.min() <= ids_N.max() < self._config.vocab_size:
+            raise IndexError(f"token_ids_N has an id outside the vocabulary 0..{self._config.vocab_size - 1}")
+        x_NH = torch.from_numpy(self._embedding_VH.numpy()[ids_N])
+        return x_NH if self._config.embedding_scale == 1.0 else x_NH.mul_(self._config.embedding_scale)
 
     @torch.inference_mode()
     def _forward(
