@@ -32,29 +32,31 @@ def test_new_drafter_starts_as_the_base(
 def test_detached_confidence_trains_its_own_head_alone(kind: str, drafter_of: DrafterOf, context_of: ContextOf) -> None:
     drafter = drafter_of(kind)
     output = train(drafter, context_of(drafter, 12).taps_NT[None], ANCHORS, BLOCKS)
-    confidence = drafter.detached_confidence(output.hidden_BAGH, BLOCKS)
+    _, confidence = drafter.teacher_forced(output.hidden_BAGH[0], BLOCKS[0], detach_confidence=True)
     assert confidence is not None
     assert output.confidence_logits_BAG is not None
-    torch.testing.assert_close(confidence, output.confidence_logits_BAG)
+    torch.testing.assert_close(confidence, output.confidence_logits_BAG[0])
     confidence.sum().backward()
     reached = {name for name, parameter in drafter.named_parameters() if parameter.grad is not None}
     assert reached == {"confidence_head.proj.weight", "confidence_head.proj.bias"}
 
 
-@pytest.mark.parametrize("kind", ["vanilla", "gated", "rnn"])
+@pytest.mark.parametrize("detach", [False, True])
+@pytest.mark.parametrize("kind", ["none", "vanilla", "gated", "rnn"])
 def test_heads_over_single_slots_equal_heads_over_blocks(
-    kind: str, drafter_of: DrafterOf, context_of: ContextOf
+    kind: str, detach: bool, drafter_of: DrafterOf, context_of: ContextOf
 ) -> None:
-    """Where `needs_whole_blocks` says so, and only there, a slot cannot be computed without its block."""
     drafter = drafter_of(kind)
     output = train(drafter, context_of(drafter, 12).taps_NT[None], ANCHORS, BLOCKS)
-    chosen = torch.tensor([[[False, True, True, False], [True, False, False, True]]])
-    logits, _ = drafter.teacher_forced(output.hidden_BAGH[chosen], BLOCKS[chosen])
-    assert torch.allclose(logits, output.logits_BAGD[chosen], atol=1e-5) is not drafter.needs_whole_blocks
+    chosen = torch.tensor([[False, True, True, False], [True, False, False, True]])
+    logits, confidence = drafter.teacher_forced(output.hidden_BAGH[0], BLOCKS[0], chosen, detach_confidence=detach)
+    assert confidence is not None
+    assert output.confidence_logits_BAG is not None
+    torch.testing.assert_close(logits, output.logits_BAGD[0][chosen])
+    torch.testing.assert_close(confidence, output.confidence_logits_BAG[0][chosen])
 
 
 def test_no_confidence_head_no_confidence(drafter_of: DrafterOf) -> None:
     drafter = drafter_of("vanilla", confidence=False)
     hidden, previous = torch.zeros(2, 4, 24), torch.zeros(2, 4, dtype=torch.int64)
     assert drafter.teacher_forced(hidden, previous)[1] is None
-    assert drafter.detached_confidence(hidden, previous) is None

@@ -397,7 +397,6 @@ def test_names_of_the_kinds(drafter_of: DrafterOf) -> None:
         "none": "dflash", "vanilla": "dspark", "gated": "dspark", "rnn": "dspark", "eagle3": "eagle3", "mtp": "mtp",
     }  # fmt: skip
     assert drafter_kind(drafter_of("none", confidence=True).config) == "dspark"
-    assert [drafter_of(variant).needs_whole_blocks for variant in VARIANTS] == [False] * 3 + [True] + [False] * 2
 
 
 @each_variant

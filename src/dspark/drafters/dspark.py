@@ -69,11 +69,6 @@ class DSparkDrafter(DraftModel):
         return self.config.enable_confidence_head
 
     @property
-    def needs_whole_blocks(self) -> bool:
-        """Whether `teacher_forced` looks at a slot's whole block: the recurrent head does."""
-        return self.config.markov_head_type == "rnn"
-
-    @property
     def can_compute_in_int8(self) -> bool:
         """Whether `compute_in_int8` is possible: on a CPU with the instructions for it, for heads of 8 n dimensions."""
         return self.device.type == "cpu" and has_dot_products() and self.config.head_dim % 8 == 0
@@ -219,34 +214,39 @@ class DSparkDrafter(DraftModel):
             hidden_MIH = layer(hidden_MIH, block_rope, context_NH, context_rope, layout)
         return rms_norm(hidden_MIH[:, inputs - self.block_size :], self.norm)
 
-    def teacher_forced(self, hidden_XGH: Tensor, previous_XG: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Heads over blocks whose previous tokens ``x_0 .. x_{G-1}`` are known, for any leading shape X.
+    def teacher_forced(
+        self, hidden_MGH: Tensor, previous_MG: Tensor, at_MG: Tensor | None = None, *, detach_confidence: bool = False
+    ) -> tuple[Tensor, Tensor | None]:
+        """Heads over blocks whose previous tokens ``x_0 .. x_{G-1}`` are known.
 
-        The vanilla and gated heads look at one slot at a time, so for them G may be any selection of slots; the
-        recurrent head needs whole blocks from their first slot on.
+        The recurrent head looks at whole blocks; for the others only the slots that are asked for cost something.
+
+        Args:
+            at_MG: the slots to compute, N of them; None for all.
+            detach_confidence: let the gradient of the confidence logits reach their own head alone.
 
         Returns:
-            ``(logits, confidence_logits)``: ``[X, G, D]`` base logits plus sequential correction, and ``[X, G]`` or
-            None.
+            ``(logits, confidence_logits)``: base logits plus sequential correction, ``[M, G, D]`` or with ``at_MG``
+            ``[N, D]``, and ``[M, G]`` or ``[N]``; None for a drafter without the head.
         """
-        base_XGD = F.linear(hidden_XGH, self.lm_head.weight)
-        head = self._head
-        if head is None:
-            return base_XGD, self.confidence_logits(hidden_XGH, previous_XG)
-        embedding_XGr = embed_previous(head, previous_XG)
-        features_XGr = head.block_features(embedding_XGr, hidden_XGH)
-        logits_ND = corrected_logits(head, base_XGD.flatten(0, -2), features_XGr.flatten(0, -2))
-        confidence_XG = self.confidence_head(hidden_XGH, embedding_XGr) if self.config.enable_confidence_head else None
-        return logits_ND.view_as(base_XGD), confidence_XG
-
-    def detached_confidence(self, hidden_XGH: Tensor, previous_XG: Tensor) -> Tensor | None:
-        """Confidence logits ``[X, G]`` whose gradient reaches the confidence head alone; None without the head."""
-        if not self.has_confidence_head:
-            return None
-        embedding_XGr = None
-        if self.confidence_head.uses_markov:
-            embedding_XGr = embed_previous(self.markov_head, previous_XG).detach()
-        return cast(Tensor, self.confidence_head(hidden_XGH.detach(), embedding_XGr))
+        hidden, previous, head = hidden_MGH, previous_MG, self._head
+        picks_late = at_MG is not None and self.config.markov_head_type == "rnn"
+        if at_MG is not None and not picks_late:
+            hidden, previous = hidden[at_MG], previous[at_MG]
+        logits, embedding = F.linear(hidden, self.lm_head.weight), None
+        if head is not None:
+            embedding = embed_previous(head, previous)
+            features = head.block_features(embedding, hidden)
+            rank = features.shape[-1]
+            logits = corrected_logits(head, logits.flatten(0, -2), features.reshape(-1, rank)).view_as(logits)
+        confidence = None
+        if self.config.enable_confidence_head:
+            if detach_confidence:
+                hidden, embedding = hidden.detach(), None if embedding is None else embedding.detach()
+            confidence = self.confidence_head(hidden, embedding if self.confidence_head.uses_markov else None)
+        if picks_late:
+            logits, confidence = logits[at_MG], None if confidence is None else confidence[at_MG]
+        return logits, confidence
 
     # ---- shared ------------------------------------------------------------------------------------------------------
 

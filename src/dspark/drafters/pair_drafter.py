@@ -52,11 +52,6 @@ class PairDrafter(DraftModel):
         return False
 
     @property
-    def needs_whole_blocks(self) -> bool:
-        """Whether `teacher_forced` looks at a slot's whole block: never."""
-        return False
-
-    @property
     def layer(self) -> PairLayer:
         """The one decoder layer."""
         return cast(PairLayer, self.layers[0])
@@ -84,10 +79,8 @@ class PairDrafter(DraftModel):
         """States ``[M, G, H]`` after the final norm; see `train_pairs`."""
         return train_pairs(self, blocks)
 
-    def teacher_forced(self, hidden_XGH: Tensor, previous_XG: Tensor) -> tuple[Tensor, Tensor | None]:
-        """``(logits [X, G, D], None)`` of any selection of slots: the previous tokens are in the states already."""
-        return F.linear(hidden_XGH, self.lm_head.weight), None
-
-    def detached_confidence(self, hidden_XGH: Tensor, previous_XG: Tensor) -> Tensor | None:
-        """None: there is no confidence head."""
-        return None
+    def teacher_forced(
+        self, hidden_MGH: Tensor, previous_MG: Tensor, at_MG: Tensor | None = None, *, detach_confidence: bool = False
+    ) -> tuple[Tensor, None]:
+        """Logits ``[M, G, D]``, or ``[N, D]`` of the slots ``at_MG``; the previous tokens are in the states already."""
+        return F.linear(hidden_MGH if at_MG is None else hidden_MGH[at_MG], self.lm_head.weight), None

@@ -123,15 +123,12 @@ def predict_slots(
         blocks = replace(blocks, taps_NT=blocks.taps_NT.to(drafter.dtype))
     with precision:
         hidden_MGH = drafter.training_hidden(blocks)
-        hidden_NH, previous_N = hidden_MGH[supervised_MG], blocks.block_tokens_MG[supervised_MG]
-        if drafter.needs_whole_blocks:
-            logits_MGD, confidence_MG = drafter.teacher_forced(hidden_MGH, blocks.block_tokens_MG)
-            logits_ND = logits_MGD[supervised_MG]
-            confidence_N = None if confidence_MG is None else confidence_MG[supervised_MG]
-        else:
-            logits_ND, confidence_N = drafter.teacher_forced(hidden_NH, previous_N)
-        if confidence_N is not None and not confidence_reaches_backbone:
-            confidence_N = drafter.detached_confidence(hidden_NH, previous_N)
+        logits_ND, confidence_N = drafter.teacher_forced(
+            hidden_MGH,
+            blocks.block_tokens_MG,
+            supervised_MG,
+            detach_confidence=not confidence_reaches_backbone,
+        )
     target_logits_ND, target_log_normaliser_N = head.logits(
         batch.target_hidden_NH, batch.target_log_normaliser_N, autocast=autocast
     )
