@@ -7,16 +7,16 @@ import itertools
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from dspark.scheduling import MeasuredCurve, survival
 from dspark.scheduling.admission import (
+    best_draft,
     first_stop,
     global_maximum,
     ranked_survivals,
     throughput,
-    throughput_by_length,
     verify_lengths,
 )
 from tests.scheduling.tiny import batch_of, cost_over_tokens
@@ -140,15 +140,24 @@ def test_prompt_tokens_shift_the_place_on_the_curve_and_cost_nothing_by_themselv
     np.testing.assert_allclose(shared, [1.0, 1.5 / 5.0, 2.0 / 5.0])
 
 
+@pytest.mark.parametrize("stop", [first_stop, global_maximum])
 @given(ROWS, INCREMENTS, st.integers(0, 6))
-def test_throughput_by_length_is_that_of_the_drafts_cut_to_each_length(rows, increments, spare: int) -> None:
+def test_the_best_draft_is_that_of_all_drafts_cut_to_a_length(stop, rows, increments, spare: int) -> None:
     survivals_RG, lengths_R = survivals_of(rows)
+    assume(survivals_RG.shape[1] > 0)
     batch = batch_of(lengths_R, token_limit=len(rows) + spare)
     draft = {length: MeasuredCurve(sizes=(1, 9), seconds=(0.1 * length, 0.2 * length)) for length in (1, 4)}
     cost = dataclasses.replace(cost_over_tokens(0.5 + np.cumsum(increments)), draft=draft, schedule_seconds=0.01)
-    by_length = throughput_by_length(survivals_RG, batch, cost)
-    assert len(by_length) == survivals_RG.shape[1]
-    for length, theta_K in enumerate(by_length, 1):
+    expected = []
+    for length in range(1, survivals_RG.shape[1] + 1):
         cut_R = np.minimum(lengths_R, length)
-        ranked_N = ranked_survivals(survivals_RG, cut_R)[:spare]
-        np.testing.assert_allclose(theta_K, throughput(ranked_N, batch, cut_R, cost), rtol=1e-12)
+        theta_K = throughput(ranked_survivals(survivals_RG, cut_R)[:spare], batch, cut_R, cost)
+        expected.append((theta_K[stop(theta_K)], length, stop(theta_K)))
+    theta, length, budget = best_draft(survivals_RG, batch, cost, stop)
+    assert (theta, budget) == (pytest.approx(expected[length - 1][0], rel=1e-12), expected[length - 1][2])
+    assert theta == pytest.approx(max(best[0] for best in expected), rel=1e-12)
+
+
+def test_nothing_to_draft_has_no_best_draft() -> None:
+    with pytest.raises(ValueError, match="survivals_RG"):
+        best_draft(np.zeros((2, 0)), batch_of([0, 0]), cost_over_tokens([1.0]), global_maximum)

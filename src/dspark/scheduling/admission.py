@@ -20,12 +20,19 @@ the best choice of K tokens. The rules differ in nothing but where K comes from:
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import numpy as np
+import numpy.typing as npt
 
 from dspark.scheduling.batch import FloatArray, IntArray, StepBatch
 from dspark.scheduling.cost import StepCost
 
-__all__ = ["first_stop", "global_maximum", "ranked_survivals", "throughput", "throughput_by_length", "verify_lengths"]
+__all__ = ["Stop", "best_draft", "first_stop", "global_maximum", "ranked_survivals", "throughput", "verify_lengths"]
+
+BoolArray = npt.NDArray[np.bool_]
+Stop = Callable[[FloatArray, BoolArray | None], IntArray]
+"""`first_stop` or `global_maximum`."""
 
 
 def ranked_survivals(survivals_RG: FloatArray, lengths_R: IntArray) -> FloatArray:
@@ -41,38 +48,43 @@ def throughput(ranked_N: FloatArray, batch: StepBatch, draft_lengths_R: IntArray
         ranked_N: survivals, largest first.
         draft_lengths_R: what is drafted in the step, for its cost; zeros for a step that does not draft.
     """
-    return _committed(ranked_N, batch) / (
-        _verify_seconds(ranked_N.size, batch, cost) + cost.drafting_seconds(draft_lengths_R)
-    )
+    committed_K = np.full(ranked_N.size + 1, float(batch.num_requests))
+    committed_K[1:] += np.cumsum(ranked_N)
+    return committed_K / (_verify_seconds(ranked_N.size, batch, cost) + cost.drafting_seconds(draft_lengths_R))
 
 
-def throughput_by_length(survivals_RG: FloatArray, batch: StepBatch, cost: StepCost) -> list[FloatArray]:
-    """``throughput`` of steps whose drafts have 1, 2, ... G tokens at most, as far as requests can use them.
+def best_draft(survivals_RG: FloatArray, batch: StepBatch, cost: StepCost, stop: Stop) -> tuple[float, int, int]:
+    """The largest Theta of steps whose drafts have 1, 2, ... G tokens at most, as far as requests can use them.
 
-    As long as the batch's token limit lets, as the others.
+    Each length has its own ranking, that of all tokens without those behind it, and ``stop`` finds its K.
+
+    Returns:
+        Theta in tokens per second, the length (of equal ones the shortest), and K.
+
+    Raises:
+        ValueError: there is no position to draft.
     """
+    if survivals_RG.shape[1] == 0:
+        raise ValueError("survivals_RG has no positions: there is nothing to draft")
     is_drafted_RG = np.arange(survivals_RG.shape[1]) < batch.draftable_R[:, None]
     survival_N, position_N = survivals_RG[is_drafted_RG], np.nonzero(is_drafted_RG)[1]
     order_N = np.argsort(-survival_N)
     survival_N, position_N = survival_N[order_N], position_N[order_N]
-    verify_seconds_K = _verify_seconds(survival_N.size, batch, cost)
-    lengths = np.arange(1, survivals_RG.shape[1] + 1)
-    draft_seconds_G = cost.draft_seconds(int(np.count_nonzero(batch.draftable_R)), lengths) + cost.schedule_seconds
-    theta = []
-    for length, draft_seconds in zip(lengths, draft_seconds_G, strict=True):
-        ranked_N = survival_N[position_N < length]
-        committed_K = _committed(ranked_N[: batch.most_verified(ranked_N.size)], batch)
-        theta.append(committed_K / (verify_seconds_K[: committed_K.size] + draft_seconds))
-    return theta
-
-
-def _committed(ranked_N: FloatArray, batch: StepBatch) -> FloatArray:
-    """tau_hat(K) for K = 0..N."""
-    committed_K = np.empty(ranked_N.size + 1)
-    committed_K[0] = batch.num_requests
-    np.cumsum(ranked_N, out=committed_K[1:])
-    committed_K[1:] += batch.num_requests
-    return committed_K
+    lengths_G = np.arange(1, survivals_RG.shape[1] + 1)
+    is_ranked_GN = position_N < lengths_G[:, None]
+    verified_GK = np.zeros((lengths_G.size, survival_N.size + 1), np.int64)
+    np.cumsum(is_ranked_GN, axis=1, out=verified_GK[:, 1:])
+    committed_GK = np.zeros(verified_GK.shape)
+    np.cumsum(np.where(is_ranked_GN, survival_N, 0.0), axis=1, out=committed_GK[:, 1:])
+    committed_GK += batch.num_requests
+    requests = int(np.count_nonzero(batch.draftable_R))
+    draft_seconds_G = cost.draft_seconds(requests, lengths_G) + cost.schedule_seconds
+    seconds_GK = _verify_seconds(survival_N.size, batch, cost)[verified_GK] + draft_seconds_G[:, None]
+    theta_GK = np.where(verified_GK <= batch.most_verified(survival_N.size), committed_GK / seconds_GK, -np.inf)
+    stop_G = stop(theta_GK, is_ranked_GN)
+    best_G = theta_GK[np.arange(lengths_G.size), stop_G]
+    best = int(best_G.argmax())
+    return float(best_G[best]), int(lengths_G[best]), int(verified_GK[best, stop_G[best]])
 
 
 def _verify_seconds(num_drafted: int, batch: StepBatch, cost: StepCost) -> FloatArray:
@@ -85,15 +97,26 @@ def _verify_seconds(num_drafted: int, batch: StepBatch, cost: StepCost) -> Float
     )
 
 
-def first_stop(theta_K: FloatArray) -> int:
-    """Algorithm 1: the number of admissions before the first that does not raise Theta."""
-    raises_K = theta_K[1:] > theta_K[:-1]
-    return raises_K.size if raises_K.all() else int(raises_K.argmin())
+def first_stop(theta_XK: FloatArray, is_ranked_XN: BoolArray | None = None) -> IntArray:
+    """Algorithm 1: the number of admissions before the first that does not raise Theta, ``[X]``.
+
+    Args:
+        is_ranked_XN: False for what is passed over, with the Theta of the admissions before it.
+    """
+    goes_on_XN = theta_XK[..., 1:] > theta_XK[..., :-1]
+    if is_ranked_XN is not None:
+        goes_on_XN |= ~is_ranked_XN
+    return np.asarray(np.where(goes_on_XN.all(axis=-1), goes_on_XN.shape[-1], _first_false(goes_on_XN)))
 
 
-def global_maximum(theta_K: FloatArray) -> int:
-    """Section 5.2: the K of the largest Theta, the smallest such K."""
-    return int(theta_K.argmax())
+def global_maximum(theta_XK: FloatArray, is_ranked_XN: BoolArray | None = None) -> IntArray:
+    """Section 5.2: the K of the largest Theta, the smallest such K, ``[X]``."""
+    return np.asarray(theta_XK.argmax(axis=-1), np.int64)
+
+
+def _first_false(flags_XN: BoolArray) -> IntArray:
+    """Its place, anywhere if there is none."""
+    return flags_XN.argmin(axis=-1) if flags_XN.shape[-1] else np.zeros(flags_XN.shape[:-1], np.int64)
 
 
 def verify_lengths(survivals_RG: FloatArray, lengths_R: IntArray, count: int) -> IntArray:

@@ -171,7 +171,7 @@ class StepCost:
 
     def prefill_seconds(self, tokens: int) -> float:
         """Seconds that ``tokens`` prompt tokens add to a step."""
-        return self.verify_ratio * float(self.prefill(tokens)) if tokens > 0 else 0.0
+        return self.verify_ratio * self.prefill.at(tokens) if tokens > 0 else 0.0
 
     def draft_seconds(self, requests: int, block_length: npt.ArrayLike) -> FloatArray:
         """Seconds of drafting ``block_length`` tokens for each of ``requests``; one for each of several lengths."""
@@ -179,7 +179,7 @@ class StepCost:
         if requests <= 0:
             return np.zeros_like(lengths)
         known = np.array([0, *self.draft], np.float64)
-        at_known = np.maximum.accumulate([0.0, *(float(curve(requests)) for curve in self.draft.values())])
+        at_known = np.maximum.accumulate([0.0, *(curve.at(requests) for curve in self.draft.values())])
         beyond = np.maximum(lengths / known[-1], 1.0)
         return np.asarray(self.draft_ratio * np.interp(lengths, known, at_known) * beyond)
 

@@ -64,6 +64,16 @@ class MeasuredCurve:
         inside = np.interp(asked, known_sizes, known_seconds)
         return np.asarray(inside + slope * np.maximum(asked - known_sizes[-1], 0.0))
 
+    def at(self, size: int) -> float:
+        """Seconds at one size; it is looked up when asked for again."""
+        if size not in self._seconds_at:
+            self._seconds_at[size] = float(self(size))
+        return self._seconds_at[size]
+
+    @cached_property
+    def _seconds_at(self) -> dict[int, float]:
+        return {}
+
     @cached_property
     def _table(self) -> tuple[FloatArray, FloatArray, float]:
         """Sizes, seconds, slope above the last."""

@@ -28,11 +28,12 @@ from typing import ClassVar, Literal, Protocol
 import numpy as np
 
 from dspark.scheduling.admission import (
+    Stop,
+    best_draft,
     first_stop,
     global_maximum,
     ranked_survivals,
     throughput,
-    throughput_by_length,
     verify_lengths,
 )
 from dspark.scheduling.batch import Drafts, FloatArray, IntArray, StepBatch, frozen_floats, frozen_ints
@@ -57,8 +58,6 @@ __all__ = [
 Why = Literal["always", "pays", "no history", "probe", "parked", "nothing to draft"]
 """Why a step drafts or not: always (or never), by policy; it pays, by the survivals of the past; no survivals are known
 yet; it does not pay but is tried again; it does not pay; no request can use a draft."""
-
-Stop = Callable[[FloatArray], int]
 
 _LONGEST = 2**31 - 1
 _LOOK_EVERY_STEPS = 8
@@ -274,7 +273,7 @@ def _plan(batch: StepBatch, past: PastSurvivals | None, cost: StepCost, stop: St
         return StepPlan(batch=batch, draft_lengths_R=np.zeros_like(batch.draftable_R), why="parked")
     log_odds_R = past.correction.log_odds_of(batch.request_ids_R)
     survivals_RG = corrected_survivals(past.expected_for(batch), log_odds_R)
-    best, length, budget = _best_draft(survivals_RG, batch, cost, stop)
+    best, length, budget = best_draft(survivals_RG, batch, cost, stop)
     if best > throughput(np.empty(0), batch, np.zeros_like(batch.draftable_R), cost)[0]:
         # One more than pays: what its survival is has to be known if it is to be drafted again one day.
         lengths_R = np.minimum(batch.draftable_R, length + 1)
@@ -286,16 +285,6 @@ def _plan(batch: StepBatch, past: PastSurvivals | None, cost: StepCost, stop: St
     return StepPlan(batch=batch, draft_lengths_R=np.zeros_like(batch.draftable_R), why="parked")
 
 
-def _best_draft(survivals_RG: FloatArray, batch: StepBatch, cost: StepCost, stop: Stop) -> tuple[float, int, int]:
-    """The largest Theta of all longest lengths of a draft, that length, and the budget K which gives it."""
-    best = (0.0, 0, 0)
-    for index, theta_K in enumerate(throughput_by_length(survivals_RG, batch, cost)):
-        budget = stop(theta_K)
-        if theta_K[budget] > best[0]:
-            best = (float(theta_K[budget]), index + 1, budget)
-    return best
-
-
 def _verify_lengths(plan: StepPlan, drafts: Drafts, cost: StepCost) -> IntArray:
     """The largest corrected current survivals: as many as the budget says, or Algorithm 1 if none is settled."""
     _check(plan, drafts)
@@ -303,7 +292,7 @@ def _verify_lengths(plan: StepPlan, drafts: Drafts, cost: StepCost) -> IntArray:
     if plan.log_odds_R is not None:
         survivals_RG = corrected_survivals(survivals_RG, plan.log_odds_R)
     if budget is None:
-        budget = first_stop(_theta(survivals_RG, drafts.lengths_R, plan.batch, cost))
+        budget = int(first_stop(_theta(survivals_RG, drafts.lengths_R, plan.batch, cost)))
     if plan.why == "probe":
         budget = max(budget, plan.batch.most_verified(_PROBED_TOKENS))
     return verify_lengths(survivals_RG, drafts.lengths_R, min(budget, drafts.num_drafted))
