@@ -1,0 +1,170 @@
+"""Whether answers are the same tokens under every policy and load: greedy ones, and seeded ones with --seeded.
+
+    python benchmarks/identity.py                                     our own prompts
+    python benchmarks/identity.py --benchmarks DIRECTORY              gsm8k, humaneval and mt-bench as JSONL files
+
+Each prompt is first answered by the target alone, one at a time; then all of them under every policy, so many at once.
+Which answers must be the same, bit for bit, is those of a target that computes batch-invariantly: int8 on a CPU. A cell
+(policy, concurrency) that is in OUT is not run again, so the same command goes on after an interruption. Ends with 1 if
+an answer differs. Says nothing of speed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from provenance import provenance
+
+from dspark.cli.bench import drafter_facts, fitting_prompts
+from dspark.cli.models import Models, open_models
+from dspark.decoding import SamplingSettings
+from dspark.engine.core import EngineCore
+from dspark.engine.loading import known_or_measured
+from dspark.engine.request import Request
+from dspark.engine.request_stream import StreamPrompt
+from dspark.engine.settings import EngineSettings
+from dspark.evaluation.benchmarks import load_prompts, prompts_digest
+from dspark.files import write_json
+from dspark.scheduling import Off, parse_policy
+
+RESULTS = Path(__file__).parent / "results" / "identity.json"
+POLICIES = "off,fixed:1,fixed:3,fixed:7,threshold:0.4,immediate,delayed"
+Answers = list[tuple[int, ...]]
+
+
+def main() -> None:
+    """Answer what is missing, compare, write, print."""
+    arguments = parse_arguments()
+    models = open_models(
+        target=arguments.target, drafter=arguments.drafter, speculation=True, dtype=arguments.dtype, device="cpu"
+    )
+    names = "builtin" if arguments.benchmarks is None else "gsm8k,humaneval,mt-bench"
+    prompts = load_prompts(names, seed=arguments.seed, directory=arguments.benchmarks)
+    fitting = fitting_prompts(prompts, models.target, arguments.max_tokens)
+    requests = requests_of(by_turns(fitting)[: arguments.prompts], models, arguments)
+    settings = {
+        "target": models.target.public_name,
+        "target_fingerprint": models.target.model.fingerprint,
+        "dtype": models.target.model.compute_dtype,
+        "drafter": drafter_facts(models),
+        "prompts": names,
+        "prompts_digest": prompts_digest(prompts),
+        "requests": len(requests),
+        "sampling": asdict(requests[0].sampling),
+        "max_tokens": arguments.max_tokens,
+        "seed": arguments.seed,
+    }
+    results = read_results(arguments.out, settings)
+    expected = alone(models, requests, results, arguments.out)
+    for level in (int(level) for level in arguments.concurrency.split(",")):
+        for policy in arguments.policies.split(","):
+            if any(cell["policy"] == policy and cell["concurrency"] == level for cell in results["cells"]):
+                continue
+            answers = answered(models, requests, policy, level)
+            differing = [number for number, answer in enumerate(answers) if answer != expected[number]]
+            results["cells"].append({"policy": policy, "concurrency": level, "differing": differing})
+            results["sessions"].append(provenance())
+            write_json(arguments.out, results, indent=1)
+            print(f"{policy}, {level} at once: {len(differing)} of {len(requests)} differ", flush=True)
+    tokens = sum(len(answer) for answer in expected)
+    wrong = sum(len(cell["differing"]) for cell in results["cells"])
+    print(f"{len(results['cells'])} cells of {len(requests)} answers ({tokens:,} tokens): {wrong} answers differ")
+    sys.exit(1 if wrong else 0)
+
+
+def parse_arguments() -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--benchmarks", type=Path, help="directory with gsm8k, humaneval and mt-bench as NAME.jsonl")
+    parser.add_argument("--target", default="embedded")
+    parser.add_argument("--drafter", help="directory; by default ours, for the embedded target")
+    parser.add_argument("--dtype", default="auto")
+    parser.add_argument("--prompts", type=int, default=300, help="of the domains by turns")
+    parser.add_argument("--max-tokens", type=int, default=256)
+    parser.add_argument("--concurrency", default="1,8,32")
+    parser.add_argument("--policies", default=POLICIES)
+    parser.add_argument("--seeded", action="store_true", help="at temperature 1, each request with a seed of its own")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--out", type=Path, default=RESULTS)
+    return parser.parse_args()
+
+
+def by_turns(prompts: Sequence[StreamPrompt]) -> list[StreamPrompt]:
+    """First the first of each domain, then the second of each, and so on."""
+    seen: dict[str, int] = {}
+    order = []
+    for prompt in prompts:
+        seen[prompt.domain] = seen.get(prompt.domain, 0) + 1
+        order.append((seen[prompt.domain], prompt))
+    return [prompt for _, prompt in sorted(order, key=lambda pair: pair[0])]
+
+
+def requests_of(prompts: Sequence[StreamPrompt], models: Models, arguments: argparse.Namespace) -> list[Request]:
+    """One for each prompt."""
+    return [
+        Request(
+            prompt_ids=prompt.prompt_ids,
+            sampling=SamplingSettings(temperature=1.0, seed=number) if arguments.seeded else SamplingSettings(),
+            max_tokens=arguments.max_tokens,
+            stop_token_ids=models.target.stop_token_ids,
+        )
+        for number, prompt in enumerate(prompts)
+    ]
+
+
+def read_results(path: Path, settings: dict[str, Any]) -> dict[str, Any]:
+    """What is there already; refuses a file of other settings."""
+    if not path.exists():
+        path.parent.mkdir(parents=True, exist_ok=True)
+        return {"settings": settings, "sessions": [], "digests": None, "cells": []}
+    results: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    if results["settings"] != json.loads(json.dumps(settings)):
+        sys.exit(f"{path} has other settings: remove it, or give another --out")
+    return results
+
+
+def alone(models: Models, requests: Sequence[Request], results: dict[str, Any], out: Path) -> Answers:
+    """The target's own answers, one at a time; those of an earlier session are checked by their digest."""
+    answers = answered(models, requests, "off", 1, with_drafter=False)
+    digest = hashlib.sha256(json.dumps(answers).encode()).hexdigest()
+    if results["digests"] not in (None, digest):
+        sys.exit(f"the target alone answers otherwise than when {out} was begun: remove it")
+    results["digests"] = digest
+    return answers
+
+
+def answered(
+    models: Models, requests: Sequence[Request], policy: str, level: int, *, with_drafter: bool = True
+) -> Answers:
+    """The tokens of every answer, ``level`` requests at once."""
+    settings = EngineSettings(max_concurrency=level)
+    rule, cost = parse_policy(policy), None
+    if rule.needs_cost:
+        assert models.drafter is not None, "the models were opened with one"
+        cost = known_or_measured(models.target, models.drafter, EngineSettings()).cost
+    core = EngineCore(
+        models.target.model,
+        models.drafter if with_drafter else None,
+        policy=rule if with_drafter else Off(),
+        settings=settings,
+        cost=cost,
+    )
+    answers: Answers = []
+    for first in range(0, len(requests), 64):  # fewer than the queue holds
+        handles = [core.submit(request) for request in requests[first : first + 64]]
+        core.run()
+        for handle in handles:
+            assert handle.result is not None, handle.error
+            answers.append(tuple(handle.result.completions[0].token_ids))
+    return answers
+
+
+if __name__ == "__main__":
+    main()
