@@ -36,8 +36,8 @@ MaxDraftTokensOption = Annotated[
     int | None,
     Parameter(
         group=MODELS,
-        help="Draft at most this many tokens a round. By default 3 for a target in int8, where checking more than 4"
-        " tokens in a pass takes much longer, and the drafter's block otherwise. Changes the speed, never the output.",
+        help="Draft at most this many tokens a round. By default 4 for a target in int8, where checking more tokens in"
+        " a pass takes longer than they bring, and the drafter's block otherwise. Changes the speed, never the output.",
     ),
 ]
 DtypeOption = Annotated[
