@@ -32,7 +32,7 @@ from dspark.engine.request_stream import StreamPrompt
 from dspark.engine.settings import EngineSettings
 from dspark.evaluation.benchmarks import load_prompts, prompts_digest
 from dspark.files import write_json
-from dspark.scheduling import Off, parse_policy
+from dspark.scheduling import StepCost, parse_policy
 
 RESULTS = Path(__file__).parent / "results" / "identity.json"
 POLICIES = "off,fixed:1,fixed:3,fixed:7,threshold:0.4,immediate,delayed"
@@ -62,12 +62,18 @@ def main() -> None:
         "seed": arguments.seed,
     }
     results = read_results(arguments.out, settings)
+    levels, policies = [int(level) for level in arguments.concurrency.split(",")], arguments.policies.split(",")
+    cost = None
+    if any(parse_policy(policy).needs_cost for policy in policies):
+        assert models.drafter is not None, "the models were opened with one"
+        settings_of_cost = EngineSettings(max_concurrency=max(levels))
+        cost = known_or_measured(models.target, models.drafter, settings_of_cost).cost
     expected = alone(models, requests, results, arguments.out)
-    for level in (int(level) for level in arguments.concurrency.split(",")):
-        for policy in arguments.policies.split(","):
+    for level in levels:
+        for policy in policies:
             if any(cell["policy"] == policy and cell["concurrency"] == level for cell in results["cells"]):
                 continue
-            answers = answered(models, requests, policy, level)
+            answers = answered(models, requests, policy, level, cost)
             differing = [number for number, answer in enumerate(answers) if answer != expected[number]]
             results["cells"].append({"policy": policy, "concurrency": level, "differing": differing})
             results["sessions"].append(provenance())
@@ -132,7 +138,7 @@ def read_results(path: Path, settings: dict[str, Any]) -> dict[str, Any]:
 
 def alone(models: Models, requests: Sequence[Request], results: dict[str, Any], out: Path) -> Answers:
     """The target's own answers, one at a time; those of an earlier session are checked by their digest."""
-    answers = answered(models, requests, "off", 1, with_drafter=False)
+    answers = answered(models, requests, "off", 1, None, with_drafter=False)
     digest = hashlib.sha256(json.dumps(answers).encode()).hexdigest()
     if results["digests"] not in (None, digest):
         sys.exit(f"the target alone answers otherwise than when {out} was begun: remove it")
@@ -141,19 +147,20 @@ def alone(models: Models, requests: Sequence[Request], results: dict[str, Any], 
 
 
 def answered(
-    models: Models, requests: Sequence[Request], policy: str, level: int, *, with_drafter: bool = True
+    models: Models,
+    requests: Sequence[Request],
+    policy: str,
+    level: int,
+    cost: StepCost | None,
+    *,
+    with_drafter: bool = True,
 ) -> Answers:
     """The tokens of every answer, ``level`` requests at once."""
-    settings = EngineSettings(max_concurrency=level)
-    rule, cost = parse_policy(policy), None
-    if rule.needs_cost:
-        assert models.drafter is not None, "the models were opened with one"
-        cost = known_or_measured(models.target, models.drafter, EngineSettings()).cost
     core = EngineCore(
         models.target.model,
         models.drafter if with_drafter else None,
-        policy=rule if with_drafter else Off(),
-        settings=settings,
+        policy=parse_policy(policy),
+        settings=EngineSettings(max_concurrency=level),
         cost=cost,
     )
     answers: Answers = []
