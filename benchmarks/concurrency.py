@@ -45,19 +45,9 @@ def main() -> None:
     policies = [parse_policy(name) for name in arguments.policies.split(",")]
     levels = [int(level) for level in arguments.concurrency.split(",")]
     temperatures = [float(temperature) for temperature in arguments.temperatures.split(",")]
-    models = open_models(
-        target=arguments.target, drafter=arguments.drafter, speculation=True, dtype=arguments.dtype, device="cpu"
-    )
-    names = "builtin" if arguments.benchmarks is None else "gsm8k,humaneval,mt-bench"
-    prompts = load_prompts(names, seed=arguments.seed, directory=arguments.benchmarks)
-    fitting = fitting_prompts(prompts, models.target, arguments.max_tokens)
+    models, fitting, facts = opened(arguments)
     settings = {
-        "target": models.target.public_name,
-        "target_fingerprint": models.target.model.fingerprint,
-        "dtype": models.target.model.compute_dtype,
-        "drafter": drafter_facts(models),
-        "prompts": names,
-        "prompts_digest": prompts_digest(prompts),
+        **facts,
         "policies": [policy.name for policy in policies],
         "max_tokens": arguments.max_tokens,
         "rounds": arguments.rounds,
@@ -84,6 +74,24 @@ def main() -> None:
         left, seconds = left[1:], max(seconds - spent, 0.0)
     write_text(arguments.out.with_suffix(".svg"), plot(results))
     print(table(results))
+
+
+def opened(arguments: argparse.Namespace) -> tuple[Models, list[StreamPrompt], dict[str, Any]]:
+    """Models, prompts that fit with their answers, and what a result says of both."""
+    models = open_models(
+        target=arguments.target, drafter=arguments.drafter, speculation=True, dtype=arguments.dtype, device="cpu"
+    )
+    names = "builtin" if arguments.benchmarks is None else "gsm8k,humaneval,mt-bench"
+    prompts = load_prompts(names, seed=arguments.seed, directory=arguments.benchmarks)
+    facts = {
+        "target": models.target.public_name,
+        "target_fingerprint": models.target.model.fingerprint,
+        "dtype": models.target.model.compute_dtype,
+        "drafter": drafter_facts(models),
+        "prompts": names,
+        "prompts_digest": prompts_digest(prompts),
+    }
+    return models, fitting_prompts(prompts, models.target, arguments.max_tokens), facts
 
 
 def parse_arguments() -> argparse.Namespace:

@@ -20,17 +20,15 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from concurrency import measured_cost, opened, read_results
 from provenance import provenance
 
-from dspark.cli.bench import drafter_facts, fitting_prompts
-from dspark.cli.models import Models, open_models
+from dspark.cli.models import Models
 from dspark.decoding import SamplingSettings
 from dspark.engine.core import EngineCore
-from dspark.engine.loading import known_or_measured
 from dspark.engine.request import Request
 from dspark.engine.request_stream import StreamPrompt
 from dspark.engine.settings import EngineSettings
-from dspark.evaluation.benchmarks import load_prompts, prompts_digest
 from dspark.files import write_json
 from dspark.scheduling import StepCost, parse_policy
 
@@ -42,20 +40,10 @@ Answers = list[tuple[int, ...]]
 def main() -> None:
     """Answer what is missing, compare, write, print."""
     arguments = parse_arguments()
-    models = open_models(
-        target=arguments.target, drafter=arguments.drafter, speculation=True, dtype=arguments.dtype, device="cpu"
-    )
-    names = "builtin" if arguments.benchmarks is None else "gsm8k,humaneval,mt-bench"
-    prompts = load_prompts(names, seed=arguments.seed, directory=arguments.benchmarks)
-    fitting = fitting_prompts(prompts, models.target, arguments.max_tokens)
+    models, fitting, facts = opened(arguments)
     requests = requests_of(by_turns(fitting)[: arguments.prompts], models, arguments)
     settings = {
-        "target": models.target.public_name,
-        "target_fingerprint": models.target.model.fingerprint,
-        "dtype": models.target.model.compute_dtype,
-        "drafter": drafter_facts(models),
-        "prompts": names,
-        "prompts_digest": prompts_digest(prompts),
+        **facts,
         "requests": len(requests),
         "sampling": asdict(requests[0].sampling),
         "max_tokens": arguments.max_tokens,
@@ -63,11 +51,8 @@ def main() -> None:
     }
     results = read_results(arguments.out, settings)
     levels, policies = [int(level) for level in arguments.concurrency.split(",")], arguments.policies.split(",")
-    cost = None
-    if any(parse_policy(policy).needs_cost for policy in policies):
-        assert models.drafter is not None, "the models were opened with one"
-        settings_of_cost = EngineSettings(max_concurrency=max(levels))
-        cost = known_or_measured(models.target, models.drafter, settings_of_cost).cost
+    needs_cost = any(parse_policy(policy).needs_cost for policy in policies)
+    cost = measured_cost(models, max(levels)) if needs_cost else None
     expected = alone(models, requests, results, arguments.out)
     for level in levels:
         for policy in policies:
@@ -125,22 +110,11 @@ def requests_of(prompts: Sequence[StreamPrompt], models: Models, arguments: argp
     ]
 
 
-def read_results(path: Path, settings: dict[str, Any]) -> dict[str, Any]:
-    """What is there already; refuses a file of other settings."""
-    if not path.exists():
-        path.parent.mkdir(parents=True, exist_ok=True)
-        return {"settings": settings, "sessions": [], "digests": None, "cells": []}
-    results: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-    if results["settings"] != json.loads(json.dumps(settings)):
-        sys.exit(f"{path} has other settings: remove it, or give another --out")
-    return results
-
-
 def alone(models: Models, requests: Sequence[Request], results: dict[str, Any], out: Path) -> Answers:
     """The target's own answers, one at a time; those of an earlier session are checked by their digest."""
     answers = answered(models, requests, "off", 1, None, with_drafter=False)
     digest = hashlib.sha256(json.dumps(answers).encode()).hexdigest()
-    if results["digests"] not in (None, digest):
+    if results.get("digests") not in (None, digest):
         sys.exit(f"the target alone answers otherwise than when {out} was begun: remove it")
     results["digests"] = digest
     return answers
