@@ -70,7 +70,12 @@ class TableTarget:
         )
 
     def forward(
-        self, token_ids_N: torch.Tensor, segments: Sequence[Segment], cache: KVCache, tap_layers: Sequence[int] = ()
+        self,
+        token_ids_N: torch.Tensor,
+        segments: Sequence[Segment],
+        cache: KVCache,
+        tap_layers: Sequence[int] = (),
+        logit_rows: Sequence[int] = (),
     ) -> TargetOutput:
         self.forward_tokens.append(len(token_ids_N))
         cache.reserve(list(segments))
@@ -82,7 +87,11 @@ class TableTarget:
             states.append(known.cumsum(0)[segment.start :] % STATES)
         state_N = torch.cat(states)
         hidden_NH = torch.nn.functional.one_hot(state_N.long(), STATES).float()
-        return TargetOutput(hidden_NH=hidden_NH, taps_NT=state_N[:, None] if tap_layers else None)
+        return TargetOutput(
+            hidden_NH=hidden_NH,
+            taps_NT=state_N[:, None] if tap_layers else None,
+            logits_MV=self.logits(hidden_NH[list(logit_rows)]) if logit_rows else None,
+        )
 
     def logits(self, hidden_MH: torch.Tensor) -> torch.Tensor:
         return self.table_SV.log()[hidden_MH.argmax(-1)]

@@ -8,7 +8,6 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-import torch
 
 from dspark.decoding import Acceptance
 from dspark.engine.batch_sampling import VerifyRow, verify_rows
@@ -173,8 +172,8 @@ def test_greedy_answers_are_the_same_under_every_policy() -> None:
 
 
 def test_a_rule_that_changes_answers_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    def accept_all(rows: Sequence[VerifyRow], logits_NV: torch.Tensor) -> list[Acceptance]:
-        acceptances = verify_rows(rows, logits_NV)
+    def accept_all(rows: Sequence[VerifyRow], *target: Any) -> list[Acceptance]:
+        acceptances = verify_rows(rows, *target)
         return [
             replace(acceptance, num_accepted=len(row.draft_tokens))
             for row, acceptance in zip(rows, acceptances, strict=True)

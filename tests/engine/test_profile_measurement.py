@@ -43,10 +43,10 @@ class TimedTarget(TableTarget):
         super().__init__(random_table(VOCAB, seed=0), context=context)
         self.clock = clock
 
-    def forward(self, token_ids_N, segments, cache, tap_layers=()):
+    def forward(self, token_ids_N, segments, cache, tap_layers=(), logit_rows=()):
         context = sum(segment.start for segment in segments)
         self.clock.spend(stairs(len(token_ids_N)) + PER_REQUEST * len(segments) + PER_CONTEXT_TOKEN * context)
-        return super().forward(token_ids_N, segments, cache, tap_layers)
+        return super().forward(token_ids_N, segments, cache, tap_layers, logit_rows)
 
 
 class TimedDrafter(TableDrafter):

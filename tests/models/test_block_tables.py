@@ -134,3 +134,10 @@ def test_tables_of_other_sizes_are_refused(changes: dict[str, int]) -> None:
     needs = f"needs {asked['num_slots']} of at least {asked['max_length'] + asked['scratch']}"
     with pytest.raises(ValueError, match=re.escape(f"tables have 3 slots of 60 positions; the cache {needs}")):
         make_cache(scattered(), **changes)
+
+
+@pytest.mark.parametrize("segment", [Segment(3, 0, 1), Segment(-1, 0, 1), Segment(0, 79, 2), Segment(0, -1, 1)])
+def test_places_outside_the_tables_are_an_error(segment: Segment) -> None:
+    tables = BlockTables.contiguous(num_slots=3, max_length=80, device=torch.device("cpu"))
+    with pytest.raises(IndexError, match=r"outside the tables \(3, 5\)"):
+        tables.places([Segment(1, 0, 2), segment])

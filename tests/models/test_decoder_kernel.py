@@ -275,3 +275,26 @@ def test_any_shape_is_computed_as_layer_by_layer_and_each_text_as_if_alone(
     assert together.shape == one_by_one.shape
     # A number in the middle between two int8 numbers may go either way, and all that follows it differs a little.
     assert (together - one_by_one).norm() < 0.1 * one_by_one.norm()
+
+
+@pytest.mark.parametrize("dtype", ["float32", "int8"])
+@pytest.mark.parametrize("name", CONFIGS)
+@torch.no_grad()
+def test_a_pass_gives_the_logits_of_the_rows_that_are_asked_for(name: str, dtype: str) -> None:
+    model = ours(random_model(CONFIGS[name]), dtype)
+    tokens, segments = torch.arange(12) % 97, [Segment(0, 0, 5), Segment(1, 0, 7)]
+    rows = [11, 4, 0, 4]  # in any order, and one twice
+    output = model.forward(tokens, segments, model.new_cache(2, LENGTH), (1,), rows)
+    assert output.logits_MV is not None
+    assert output.logits_MV.is_contiguous()
+    torch.testing.assert_close(output.logits_MV, model.logits(output.hidden_NH[rows]), atol=0, rtol=0)
+    assert model.forward(tokens, segments, model.new_cache(2, LENGTH)).logits_MV is None
+
+
+@pytest.mark.parametrize("rows", [[12], [3, -1]])
+def test_rows_that_are_not_in_the_pass_are_refused_before_anything_is_written(rows: list[int]) -> None:
+    model = ours(random_model(CONFIGS[next(iter(CONFIGS))]), "float32")
+    cache = model.new_cache(1, LENGTH)
+    with pytest.raises(ValueError, match=r"logit_rows \[.*\] are not all among the pass's tokens, 0 to 11"):
+        model.forward(torch.arange(12), [Segment(0, 0, 12)], cache, logit_rows=rows)
+    assert cache.lengths == [0]

@@ -169,7 +169,8 @@ def test_native_families_agree_with_the_native_decoder(name: str) -> None:
         first = target.forward(ids[:10], [Segment(1, 0, 10)], cache, (0, 2, 3))
         target.forward(ids[:4], [Segment(1, 10, 4)], cache)
         cache.truncate(1, 10)
-        second = target.forward(ids[10:], [Segment(1, 10, LENGTH - 10)], cache, (0, 2, 3))
+        second = target.forward(ids[10:], [Segment(1, 10, LENGTH - 10)], cache, (0, 2, 3), [4, 0])
+        torch.testing.assert_close(second.logits_MV, target.logits(second.hidden_NH[[4, 0]]))
         assert first.taps_NT is not None
         assert second.taps_NT is not None
         hidden = torch.cat([first.hidden_NH, second.hidden_NH])

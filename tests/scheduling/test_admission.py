@@ -153,9 +153,10 @@ def test_the_best_draft_is_that_of_all_drafts_cut_to_a_length(stop, rows, increm
         cut_R = np.minimum(lengths_R, length)
         theta_K = throughput(ranked_survivals(survivals_RG, cut_R)[:spare], batch, cut_R, cost)
         expected.append((theta_K[stop(theta_K)], length, stop(theta_K)))
-    theta, length, budget = best_draft(survivals_RG, batch, cost, stop)
+    theta, length, budget, plain_theta = best_draft(survivals_RG, batch, cost, stop)
     assert (theta, budget) == (pytest.approx(expected[length - 1][0], rel=1e-12), expected[length - 1][2])
     assert theta == pytest.approx(max(best[0] for best in expected), rel=1e-12)
+    assert plain_theta == pytest.approx(throughput(np.empty(0), batch, 0 * lengths_R, cost)[0], rel=1e-12)
 
 
 def test_nothing_to_draft_has_no_best_draft() -> None:

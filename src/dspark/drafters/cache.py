@@ -74,7 +74,7 @@ class DrafterCache(KVCache):
     @property
     def num_waiting(self) -> int:
         """Tokens in ``waiting``."""
-        return sum(len(context.taps_NT) for context in self.waiting)
+        return sum(context.taps_NT.shape[0] for context in self.waiting)
 
     @property
     def nbytes_per_block(self) -> int:

@@ -212,7 +212,7 @@ class Int8Computation:
             confidence_V=confidence_V,
         )
         self._kernel = DraftKernel(
-            DecoderKernel(shape, layers, _copy(drafter.norm.weight), is_half=False),
+            DecoderKernel(shape, layers, _copy(drafter.norm.weight), None, is_half=False),
             shape,
             weights,
             rope=ropes.like(weights.context_norm_H),
@@ -225,21 +225,14 @@ class Int8Computation:
             self._kernel.write_context(cache)
 
     def blocks(self, cache: DrafterCache, slots: Sequence[int], anchors_R: Tensor, count: int) -> tuple[Tensor, Tensor]:
-        drafted = self._kernel.draft(cache, slots, anchors_R, count, None)
-        return drafted.hidden_RGH, drafted.base_RGD
+        return self._kernel.states(cache, slots, anchors_R, count)
 
     def drawn(
         self, cache: DrafterCache, slots: Sequence[int], anchors_R: Tensor, count: int, sampler: PlainSampler
     ) -> DraftBlock | None:
         if self._has_other_head:
             return None
-        drafted = self._kernel.draft(cache, slots, anchors_R, count, sampler)
-        assert drafted.tokens_RG is not None, "they were asked for"
-        return DraftBlock(
-            tokens_RG=drafted.tokens_RG,
-            probs_RGD=drafted.probs_RGD,
-            confidence_logits_RG=drafted.confidence_logits_RG,
-        )
+        return self._kernel.draft(cache, slots, anchors_R, count, sampler)
 
     def corrected(self, base_RD: Tensor, features_Rr: Tensor) -> Tensor:
         assert self._w2 is not None, "the drafter has no sequential head"

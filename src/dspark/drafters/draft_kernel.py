@@ -12,7 +12,8 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
+from itertools import accumulate
 from typing import Any
 
 import numpy as np
@@ -23,7 +24,7 @@ from numba.np.numpy_support import carray
 from torch import Tensor
 
 from dspark.drafters.cache import DrafterCache
-from dspark.drafters.protocol import PlainSampler
+from dspark.drafters.protocol import DraftBlock, PlainSampler
 from dspark.models.attention import AttentionPlan
 from dspark.models.compiling import SOURCE, remembered
 from dspark.models.decoder_kernel import OUTSIDE, DecoderKernel, address, run_layers
@@ -42,11 +43,11 @@ from dspark.models.int8_linear import (
     wait,
 )
 from dspark.models.rope import RopeTable
-from dspark.models.row_kernels import add_row, copy_row, draw, largest_number, norm_row, rotate_head, softmax_of
+from dspark.models.row_kernels import add_row, copy_row, draw, most_likely, norm_row, rotate_head, softmax_of
 from dspark.models.threads import run_together
 from dspark.models.vector_intrinsics import pointer
 
-__all__ = ["DraftKernel", "DraftWeights", "DraftedBlocks", "quantised_rows"]
+__all__ = ["DraftKernel", "DraftWeights", "quantised_rows"]
 
 _CONTEXT_PHASES = 5
 _PHASES_BESIDE_LAYERS = 4
@@ -85,23 +86,18 @@ class DraftWeights:
     confidence_V: Tensor | None
 
 
-@dataclass(frozen=True, kw_only=True)
-class DraftedBlocks:
-    """What a call gave.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Drafted:
+    """What a call wrote: tokens behind their anchors, their confidences, what they were drawn from, and the states.
 
-    Attributes:
-        hidden_RGH: backbone states of the predicting slots.
-        base_RGD: base logits.
-        tokens_RG: tokens, drawn one after the other, as target ids; None if they were not asked for.
-        probs_RGD: what they were drawn from, zero in greedy rows; None if all are.
-        confidence_logits_RG: of those, if there are any; None without a confidence head.
+    The parts of ``scratch`` are ``sizes`` numbers long: backbone states, then base logits, padded.
     """
 
-    hidden_RGH: Tensor
-    base_RGD: Tensor
-    tokens_RG: Tensor | None
+    known_RG: npt.NDArray[np.int64]
+    confidences_RG: npt.NDArray[np.float32]
     probs_RGD: Tensor | None
-    confidence_logits_RG: Tensor | None
+    scratch: Tensor
+    sizes: tuple[int, ...]
 
 
 class DraftKernel:
@@ -129,6 +125,20 @@ class DraftKernel:
         self._rope = rope
         self._num_inputs, self._block_size = num_inputs, block_size
         self._kernel = _kernel()
+        w = weights
+        self._input_arguments = (w.embedding_VH.data_ptr(), w.embedding_VH.dtype == torch.bfloat16, w.mask_token_id)
+        self._head_arguments = _addresses(w.lm_head)
+        self._draw_arguments = (address(w.draft_token_ids_D), address(w.features_V), *_addresses(w.w2))
+        self._confidence_arguments = (address(w.confidence_H), address(w.confidence_V))
+        self._context_arguments = (*_addresses(w.fc), w.fc.size_in, w.fc.size_out, w.context_norm_H.data_ptr())
+        self._kv_arguments = (
+            *_addresses(w.context_kv), w.key_norms_Ld.data_ptr(), shape.num_layers, shape.num_kv_heads, shape.head_dim,
+        )  # fmt: skip
+
+    def __reduce__(self) -> tuple[Callable[..., DraftKernel], tuple[object, ...]]:
+        """A copy looks up the addresses of its own weights."""
+        copy = partial(DraftKernel, rope=self._rope, num_inputs=self._num_inputs, block_size=self._block_size)
+        return copy, (self._layers, self._shape, self._weights)
 
     def write_context(self, cache: DrafterCache) -> None:
         """Compute and store the keys and values of what waits, and nothing else."""
@@ -139,67 +149,87 @@ class DraftKernel:
         run_together(lambda: kernel(context, counters_at, threads), threads, (self, cache, memory, counters))
         cache.waiting = []  # not before: after an error, others may still read these places as their prefix
 
+    def states(self, cache: DrafterCache, slots: Sequence[int], anchors_R: Tensor, count: int) -> tuple[Tensor, Tensor]:
+        """Backbone states ``[R, G, H]`` and base logits ``[R, G, D]`` of what `draft` would draw from."""
+        rows, head = len(slots), self._weights.lm_head
+        drafted = self._run(cache, slots, anchors_R, count, None)
+        hidden, base = drafted.scratch[: sum(drafted.sizes[:2])].split(drafted.sizes[:2])
+        return hidden.view(rows, count, -1), base.view(rows, count, head.padded_out)[..., : head.size_out]
+
     def draft(
-        self, cache: DrafterCache, slots: Sequence[int], anchors_R: Tensor, count: int, sampler: PlainSampler | None
-    ) -> DraftedBlocks:
+        self, cache: DrafterCache, slots: Sequence[int], anchors_R: Tensor, count: int, sampler: PlainSampler
+    ) -> DraftBlock:
         """Blocks behind the context of ``slots``, that which waits included.
 
         Args:
             anchors_R: int64, the last token of each.
             count: draft tokens G wanted.
-            sampler: to get tokens too; or None.
 
         Raises:
             ValueError: an anchor is outside the vocabulary, the sampler is of other rows or fewer tokens, the cache is
                 another model's, or logits that are drawn from have no finite maximum.
         """
+        drafted = self._run(cache, slots, anchors_R, count, sampler)
+        if min(map(min, drafted.known_RG.tolist())) < 0:
+            raise ValueError("the drafter's logits have no finite maximum: its weights hold NaN or infinity")
+        has_confidences = self._weights.confidence_H is not None
+        return DraftBlock(
+            tokens_RG=torch.from_numpy(drafted.known_RG[:, 1:]),
+            probs_RGD=drafted.probs_RGD,
+            confidence_logits_RG=torch.from_numpy(drafted.confidences_RG) if has_confidences else None,
+        )
+
+    def _run(
+        self, cache: DrafterCache, slots: Sequence[int], anchors_R: Tensor, count: int, sampler: PlainSampler | None
+    ) -> _Drafted:
+        """One call of compiled code; without a sampler it ends with the base logits."""
         weights, threads = self._weights, torch.get_num_threads()
         rows, num_inputs, num_slots = len(slots), self._num_inputs, len(slots) * count
-        scales_R, uniforms_RG = _draws(sampler, rows, count)
         vocab_size, hidden = weights.embedding_VH.shape
-        size = weights.lm_head.size_out
+        size, width = weights.lm_head.size_out, weights.lm_head.padded_out
+        anchors = anchors_R.tolist()
+        if not 0 <= min(anchors) <= max(anchors) < vocab_size:
+            raise ValueError(f"anchors_R has an id outside the vocabulary 0..{vocab_size - 1}")
+        known = np.empty((rows, count + 1), np.int64)
+        known[:, 0] = anchors
+        scales_R, uniforms_RG = _draws(sampler, rows, count)
         plan = AttentionPlan(cache.blocks(slots, num_inputs), cache, causal=False)
         x_NH = torch.empty(rows * num_inputs, hidden)
         rope = self._rope.table(plan.places.last_position)
         layers = self._layers.prepare(x_NH, (rope, rope), plan, cache, ())
         context, context_memory = self._context(cache)
         groups = max(linear.packed.shape[1] for linear in (weights.lm_head, weights.w2) if linear is not None)
+        confidences_RG = np.empty((rows, count), np.float32)
         correction_width = 0 if weights.w2 is None else weights.w2.padded_out
-        q_bytes = quantised_bytes(num_slots, groups)
-        scratch = torch.empty(q_bytes // 4 + rows * correction_width)
-        q_at, correction_at = scratch.data_ptr(), scratch.data_ptr() + q_bytes
-        hidden_MH, base_MD = torch.empty(num_slots, hidden), torch.empty(num_slots, weights.lm_head.padded_out)
-        known = np.empty((rows, count + 1), np.int64)
-        known[:, 0] = anchors_R.numpy()
-        if known[:, 0].min() < 0 or known[:, 0].max() >= vocab_size:
-            raise ValueError(f"anchors_R has an id outside the vocabulary 0..{vocab_size - 1}")
-        confidences_M = torch.empty(num_slots)
+        sizes = (
+            num_slots * hidden,
+            num_slots * width,
+            rows * correction_width,
+            quantised_bytes(num_slots, groups) // 4,
+        )
+        scratch = torch.empty(sum(sizes))
+        scratch_at = scratch.data_ptr()
+        hidden_at, base_at, correction_at, q_at, _ = (scratch_at + 4 * place for place in accumulate(sizes, initial=0))
         probs_RGD: Tensor | None = None
-        if (scales_R >= 0.0).any():
+        if sampler is not None and not sampler.is_greedy:
             probs_RGD = torch.empty(rows, count, size)
             for row in np.flatnonzero(scales_R < 0.0).tolist():
                 probs_RGD[row] = 0.0
         arguments = (
             context,
-            (
-                weights.embedding_VH.data_ptr(), weights.embedding_VH.dtype == torch.bfloat16, weights.mask_token_id,
-                known.ctypes.data, rows, count, num_inputs,
-                hidden, x_NH.data_ptr(),
-            ),
+            (rows, count, num_inputs, hidden, x_NH.data_ptr(), *self._input_arguments),
             layers.arguments,
             (
-                layers.out_NH.data_ptr(), rows, num_inputs, self._block_size, count, hidden, hidden_MH.data_ptr(), q_at,
-                *_addresses(weights.lm_head), base_MD.data_ptr(),
+                layers.out_NH.data_ptr(), rows, num_inputs, self._block_size, count, hidden, hidden_at, q_at,
+                *self._head_arguments, base_at,
             ),
             (
-                base_MD.data_ptr(), base_MD.shape[1], size, rows, count, known.ctypes.data, scales_R.ctypes.data,
-                uniforms_RG.ctypes.data, address(probs_RGD), address(weights.draft_token_ids_D),
-                address(weights.features_V), *_addresses(weights.w2), correction_at, q_at,
+                base_at, width, size, rows, count, address(probs_RGD), *self._draw_arguments, correction_at, q_at,
             ),
             (
-                hidden_MH.data_ptr(), hidden, rows, count, known.ctypes.data, count + 1, address(weights.confidence_H),
-                address(weights.confidence_V), vocab_size, confidences_M.data_ptr(),
+                hidden_at, hidden, rows, count, *self._confidence_arguments, vocab_size,
             ),
+            (known, scales_R, uniforms_RG, confidences_RG),
             sampler is not None,
             weights.confidence_H is not None,
         )  # fmt: skip
@@ -207,21 +237,14 @@ class DraftKernel:
         counters, counters_at = new_counters(phases, threads)
         kernel = self._kernel
         memory = (
-            self, cache, layers, context_memory, scratch, hidden_MH, base_MD, known, confidences_M,
-            scales_R, uniforms_RG, probs_RGD, counters,
+            self, cache, layers, context_memory, scratch, known, scales_R, uniforms_RG, probs_RGD, confidences_RG,
+            counters,
         )  # fmt: skip
         if not run_together(lambda: kernel(*arguments, counters_at, threads), threads, memory):
             raise ValueError(OUTSIDE)
         cache.waiting = []
-        if sampler is not None and known.min() < 0:
-            raise ValueError("the drafter's logits have no finite maximum: its weights hold NaN or infinity")
-        has_confidences = sampler is not None and weights.confidence_H is not None
-        return DraftedBlocks(
-            hidden_RGH=hidden_MH.view(rows, count, hidden),
-            base_RGD=base_MD[:, :size].unflatten(0, (rows, count)),
-            tokens_RG=None if sampler is None else torch.from_numpy(known)[:, 1:],
-            probs_RGD=probs_RGD,
-            confidence_logits_RG=confidences_M.view(rows, count) if has_confidences else None,
+        return _Drafted(
+            known_RG=known, confidences_RG=confidences_RG, probs_RGD=probs_RGD, scratch=scratch, sizes=sizes
         )
 
     def confidences(self, hidden_RGH: Tensor, known_RG: Tensor) -> Tensor | None:
@@ -229,41 +252,34 @@ class DraftKernel:
         weights, (rows, count, hidden) = self._weights, hidden_RGH.shape
         if weights.confidence_H is None:
             return None
-        out_RG = torch.empty(rows, count)
-        hidden_RGH, known_RG = hidden_RGH.contiguous(), known_RG.contiguous()
+        out_RG, hidden_RGH = np.empty((rows, count), np.float32), hidden_RGH.contiguous()
         counters, counters_at = new_counters(1, 1)
-        _confidence_kernel()(
-            (
-                hidden_RGH.data_ptr(), hidden, rows, count, known_RG.data_ptr(), count, weights.confidence_H.data_ptr(),
-                address(weights.confidence_V), len(weights.embedding_VH), out_RG.data_ptr(),
-            ),
-            counters_at,
-        )  # fmt: skip
+        slots = hidden_RGH.data_ptr(), hidden, rows, count, *self._confidence_arguments, len(weights.embedding_VH)
+        _confidence_kernel()(slots, known_RG.contiguous().numpy(), out_RG, counters_at)
         del counters
-        return out_RG
+        return torch.from_numpy(out_RG)
 
     def _context(self, cache: DrafterCache) -> tuple[tuple[object, ...], tuple[object, ...]]:
         """Arguments of ``_write_context``, and what they know by address. The later of two at one place comes later."""
-        c, weights, waiting = self._shape, self._weights, cache.waiting
+        weights, waiting = self._weights, cache.waiting
         self._layers.check_cache(cache)
         taps_NT = _joined([context.taps_NT.float() for context in waiting], torch.empty(0, weights.fc.size_in))
         taps_NT = taps_NT.contiguous()
-        positions_N = _joined([context.places.positions_N for context in waiting], torch.empty(0, dtype=torch.int64))
-        token_rows_N = _joined([context.places.row_numbers for context in waiting], torch.empty(0, dtype=torch.int64))
+        tables = [context.places.table_5N for context in waiting]
+        table_5N = _joined(tables, torch.empty(5, 0, dtype=torch.int64), axis=1)
         rope = self._rope.table(max((context.places.last_position for context in waiting), default=0))
-        rows = len(taps_NT)
+        rows = taps_NT.shape[0]
         groups = max(weights.fc.packed.shape[1], weights.context_kv.packed.shape[1])
         widths = weights.fc.padded_out, weights.context_kv.padded_out
         scratch = torch.empty(rows * sum(widths) + quantised_bytes(rows, groups) // 4)
-        places = [4 * place + scratch.data_ptr() for place in (0, rows * widths[0], rows * sum(widths))]
+        scratch_at, table_at = scratch.data_ptr(), table_5N.data_ptr()
         arguments = (
-            taps_NT.data_ptr(), rows, *_addresses(weights.fc), weights.fc.size_in, weights.fc.size_out,
-            weights.context_norm_H.data_ptr(), np.float32(c.norm_eps), *_addresses(weights.context_kv),
-            weights.key_norms_Ld.data_ptr(), c.num_layers, c.num_kv_heads, c.head_dim,
-            *(table.data_ptr() for table in rope), positions_N.data_ptr(), token_rows_N.data_ptr(),
-            cache.keys.data_ptr(), cache.values.data_ptr(), cache.tables.num_rows, *places,
+            taps_NT.data_ptr(), rows, *self._context_arguments, np.float32(self._shape.norm_eps), *self._kv_arguments,
+            *(table.data_ptr() for table in rope), table_at + 8 * rows, table_at + 16 * rows,
+            cache.keys.data_ptr(), cache.values.data_ptr(), cache.tables.num_rows, scratch_at,
+            scratch_at + 4 * rows * widths[0], scratch_at + 4 * rows * sum(widths),
         )  # fmt: skip
-        return arguments, (taps_NT, positions_N, token_rows_N, rope, scratch)
+        return arguments, (taps_NT, table_5N, rope, scratch)
 
 
 def _draws(sampler: PlainSampler | None, rows: int, count: int) -> tuple[Floats, Floats]:
@@ -286,11 +302,11 @@ def _draws(sampler: PlainSampler | None, rows: int, count: int) -> tuple[Floats,
     return np.array(scales, np.float32), uniforms_RG
 
 
-def _joined(parts: Sequence[Tensor], nothing: Tensor) -> Tensor:
+def _joined(parts: Sequence[Tensor], nothing: Tensor, axis: int = 0) -> Tensor:
     if not parts:
         return nothing
     # Not by PyTorch, whose threads would go on spinning beside those of the kernel.
-    return parts[0] if len(parts) == 1 else torch.from_numpy(np.concatenate([part.numpy() for part in parts]))
+    return parts[0] if len(parts) == 1 else torch.from_numpy(np.concatenate([part.numpy() for part in parts], axis))
 
 
 def _addresses(linear: GroupedInt8Linear | None) -> tuple[int, int, int, int]:
@@ -368,11 +384,10 @@ def _write_context(
 
 @njit(error_model="numpy")  # type: ignore[untyped-decorator]
 def _embed(
-    embedding_at: int, is_bfloat16: bool, mask_token_id: int, known_at: int, rows: int, count: int, inputs: int,
-    hidden: int, x_at: int, counters_at: int, threads: int, thread: int,
+    rows: int, count: int, inputs: int, hidden: int, x_at: int, embedding_at: int, is_bfloat16: bool,
+    mask_token_id: int, known: Any, counters_at: int, threads: int, thread: int,
 ) -> Any:  # fmt: skip
     """One phase: inputs of all blocks, an anchor and masks."""
-    known = carray(pointer(known_at), (rows, count + 1), np.int64)
     done, turn = 0, 0
     while True:
         row, turn = take(rows * inputs, turn, counters_at, threads, thread)
@@ -419,17 +434,6 @@ def _copy_features(features_at: int, feature: int, row: int, groups: int, q_at: 
     copy_row(features_at + feature * size, q_at + row * size, size // 4)
 
 
-@njit(error_model="numpy")  # type: ignore[untyped-decorator]
-def _most_likely(logits_at: int, size: int) -> int:
-    """The column of the largest number, of equal ones the first."""
-    logits = carray(pointer(logits_at), size, np.float32)
-    value = largest_number(logits)
-    for i in range(size):
-        if logits[i] == value:
-            return i
-    return 0
-
-
 @njit(fastmath={"reassoc", "contract"}, error_model="numpy")  # type: ignore[untyped-decorator]
 def _dot(x: Any, y: Any) -> Any:
     total = np.float32(0.0)
@@ -440,13 +444,11 @@ def _dot(x: Any, y: Any) -> Any:
 
 @njit(error_model="numpy")  # type: ignore[untyped-decorator]
 def _draw_tokens(
-    base_at: int, base_width: int, size: int, rows: int, count: int, known_at: int, scales_at: int, uniforms_at: int,
-    probs_at: int, draft_ids_at: int, features_at: int, w2_at: int, w2_groups: int, w2_bias_at: int,
-    w2_width: int, correction_at: int, q_at: int, counters_at: int, threads: int, thread: int,
+    base_at: int, base_width: int, size: int, rows: int, count: int, probs_at: int, draft_ids_at: int,
+    features_at: int, w2_at: int, w2_groups: int, w2_bias_at: int, w2_width: int, correction_at: int, q_at: int,
+    known: Any, scales: Any, uniforms: Any, counters_at: int, threads: int, thread: int,
 ) -> Any:  # fmt: skip
     """The phases of drawing: each token in turn, with the correction by the one before it (SPEC eq. 4)."""
-    known = carray(pointer(known_at), (rows, count + 1), np.int64)
-    scales = carray(pointer(scales_at), rows, np.float32)
     at = counters_at
     for k in range(count):
         if w2_at != 0:
@@ -470,13 +472,12 @@ def _draw_tokens(
                 corrected_at = correction_at + row * w2_width * 4
                 add_row(corrected_at, logits_at, size)
                 logits_at = corrected_at
-            column = _most_likely(logits_at, size)
+            column = most_likely(logits_at, size)
             if scales[row] >= 0.0:
                 logits = carray(pointer(logits_at), size, np.float32)
                 probs = carray(pointer(probs_at + (row * count + k) * size * 4), size, np.float32)
-                uniform = carray(pointer(uniforms_at), (rows, count), np.float64)[row, k]
                 is_distribution = softmax_of(logits, logits[column], scales[row], probs)
-                column = draw(probs, uniform) if is_distribution else -1
+                column = draw(probs, uniforms[row, k]) if is_distribution else -1
             if draft_ids_at != 0 and column >= 0:
                 column = carray(pointer(draft_ids_at), size, np.int64)[column]
             known[row, k + 1] = column
@@ -488,15 +489,12 @@ def _draw_tokens(
 
 @njit(error_model="numpy")  # type: ignore[untyped-decorator]
 def _take_confidences(
-    hidden_at: int, hidden: int, rows: int, count: int, known_at: int, known_width: int, weight_at: int,
-    of_tokens_at: int, num_tokens: int, confidences_at: int, counters_at: int, threads: int,
-    thread: int,
+    hidden_at: int, hidden: int, rows: int, count: int, weight_at: int, of_tokens_at: int, num_tokens: int,
+    known: Any, confidences: Any, counters_at: int, threads: int, thread: int,
 ) -> Any:  # fmt: skip
     """One phase: confidence logits of all slots (SPEC eq. 7)."""
-    known = carray(pointer(known_at), (rows, known_width), np.int64)
     weight = carray(pointer(weight_at), hidden, np.float32)
     of_tokens = carray(pointer(of_tokens_at), num_tokens, np.float32)
-    confidences = carray(pointer(confidences_at), (rows, count), np.float32)
     done, turn = 0, 0
     while True:
         row, turn = take(rows, turn, counters_at, threads, thread)
@@ -513,18 +511,20 @@ def _take_confidences(
 @lru_cache
 def _kernel(source: str = SOURCE) -> Callable[..., bool]:
     def draft(  # type: ignore[no-untyped-def]
-        context, inputs, layers, heads, draws, confidences, wants_tokens, wants_confidences, counters_at, threads
-    ):
+        context, inputs, layers, heads, draws, confidences, arrays, wants_tokens, wants_confidences, counters_at,
+        threads,
+    ):  # fmt: skip
         _ = source
+        known, scales, uniforms, confidences_out = arrays
         thread, failures_at = add_atomically(counters_at, 1), counters_at + 8
         at = _write_context(*context, counters_at + LINE, threads, thread)
-        at = _embed(*inputs, at, threads, thread)
+        at = _embed(*inputs, known, at, threads, thread)
         at = run_layers(*layers, failures_at, at, threads, thread)
         at = _base_logits(*heads, at, threads, thread)
         if wants_tokens:
-            at = _draw_tokens(*draws, at, threads, thread)
+            at = _draw_tokens(*draws, known, scales, uniforms, at, threads, thread)
             if wants_confidences:
-                _take_confidences(*confidences, at, threads, thread)
+                _take_confidences(*confidences, known, confidences_out, at, threads, thread)
         return read_atomically(failures_at) == 0
 
     kernel: Callable[..., bool] = remembered(draft)
@@ -545,9 +545,9 @@ def _context_kernel(source: str = SOURCE) -> Callable[..., bool]:
 
 @lru_cache
 def _confidence_kernel(source: str = SOURCE) -> Callable[..., None]:
-    def confidences(slots, counters_at):  # type: ignore[no-untyped-def]
+    def confidences(slots, known, out, counters_at):  # type: ignore[no-untyped-def]
         _ = source
-        _take_confidences(*slots, counters_at, 1, 0)
+        _take_confidences(*slots, known, out, counters_at, 1, 0)
 
     kernel: Callable[..., None] = remembered(confidences)
     return kernel

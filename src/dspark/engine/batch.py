@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from itertools import accumulate
 from typing import cast
 
 import torch
@@ -122,9 +123,10 @@ class BatchGenerator:
         device = self._target.device
         segments = [Segment(slot, start, len(ids)) for slot, start, ids in zip(slots, starts, inputs, strict=True)]
         flat = torch.tensor([token for ids in inputs for token in ids], device=device)
-        hidden_NH = self._target.forward(flat, segments, self._cache).hidden_NH
-        last_R = torch.tensor([segment.length for segment in segments], device=device).cumsum(0) - 1
-        sampled = self._sample(slots, self._target.logits(hidden_NH[last_R]))
+        last = [end - 1 for end in accumulate(segment.length for segment in segments)]
+        output = self._target.forward(flat, segments, self._cache, logit_rows=last)
+        assert output.logits_MV is not None, "rows were asked for"
+        sampled = self._sample(slots, output.logits_MV)
         for slot, token in zip(slots, sampled, strict=True):
             row = self._row(slot)
             row.generated.append(token)

@@ -84,12 +84,13 @@ def draft_sampler(rows: Sequence[RequestSampling], lengths: Sequence[int]) -> Dr
     return sample
 
 
-def verify_rows(rows: Sequence[VerifyRow], logits_NV: Tensor) -> list[Acceptance]:
+def verify_rows(rows: Sequence[VerifyRow], logits_NV: Tensor, best_N: Sequence[int] | None = None) -> list[Acceptance]:
     """Which draft tokens of each row the target confirms, and the token it adds.
 
     Args:
         rows: the requests; all have the same drafter.
         logits_NV: the target's logits, row after row: after the anchor and after each draft token.
+        best_N: the id of the largest of each, of equal ones the first, if that is known.
 
     Raises:
         ValueError: if ``logits_NV`` has another number of rows, or draft tokens of the p/q rule come without the
@@ -101,9 +102,16 @@ def verify_rows(rows: Sequence[VerifyRow], logits_NV: Tensor) -> list[Acceptance
             f"logits_NV has shape {tuple(logits_NV.shape)}; give one row more than draft tokens for each of "
             f"{len(rows)} requests, {starts[-1]} in all"
         )
-    samplings = [row.sampling for row in rows]
     results: dict[int, Acceptance] = {}
-    for places in chain(*(_pieces(group, starts, logits_NV.shape[1]) for group in _together(samplings))):
+    if best_N is not None:
+        for place, row in enumerate(rows):
+            if row.sampling.rule == "greedy" and row.sampling.is_plain:
+                results[place] = accept_greedy(row.draft_tokens, best_N[starts[place] : starts[place + 1]])
+        if len(results) == len(rows):
+            return list(results.values())
+    left = [place for place in range(len(rows)) if place not in results]
+    groups = _together([rows[place].sampling for place in left])
+    for places in chain(*(_pieces([left[i] for i in group], starts, logits_NV.shape[1]) for group in groups)):
         members = [rows[place] for place in places]
         if places[-1] - places[0] == len(places) - 1:
             logits = logits_NV[starts[places[0]] : starts[places[-1] + 1]]

@@ -19,7 +19,7 @@ from dspark.engine.sampling import request_sampling
 from dspark.engine.speculation import SpeculationSettings
 from dspark.engine.tensors import as_tensor
 from dspark.engine.text import IncrementalText
-from dspark.models.target import Target
+from dspark.models.target import Target, TargetOutput
 from dspark.types import Segment
 
 # Prompt tokens per forward pass: bounds the memory of activations and attention masks.
@@ -114,8 +114,7 @@ class _Generation:
 
     def events(self) -> Iterator[RoundEvent]:
         started = time.perf_counter()
-        logits_RV = self._prefill()
-        first = self._verify(logits_RV, [], None)
+        first = self._verify(self._prefill(), [], None)
         event = self._commit([first.next_token], accepted=0, verified=0)
         seconds = prefill_seconds = time.perf_counter() - started
         while self._finish_reason is None:
@@ -129,11 +128,13 @@ class _Generation:
             self._finish_reason = "stop"
         yield replace(event, text=event.text + held_back, result=self._result(seconds, prefill_seconds))
 
-    def _prefill(self) -> torch.Tensor:
-        """Run the prompt; returns the logits ``[1, V]`` after its last token."""
-        for start in range(0, len(self._prompt_ids), _PREFILL_CHUNK):
-            hidden_NH = self._forward(self._prompt_ids[start : start + _PREFILL_CHUNK], start)
-        return self._target.logits(hidden_NH[-1:])
+    def _prefill(self) -> TargetOutput:
+        """Run the prompt; returns its last pass, with the logits after the last token."""
+        last_start = (len(self._prompt_ids) - 1) // _PREFILL_CHUNK * _PREFILL_CHUNK
+        for start in range(0, last_start, _PREFILL_CHUNK):
+            self._forward(self._prompt_ids[start : start + _PREFILL_CHUNK], start, ())
+        rest = self._prompt_ids[last_start:]
+        return self._forward(rest, last_start, (len(rest) - 1,))
 
     def _round(self) -> RoundEvent:
         """Draft, schedule, verify, commit (SPEC "One round")."""
@@ -145,10 +146,10 @@ class _Generation:
         logits, verify_length = self._schedule(block)
         scheduled = time.perf_counter()
         verify_tokens = draft_tokens[:verify_length]
-        hidden_NH = self._forward([self._generated[-1], *verify_tokens], anchor_position)
+        output = self._forward([self._generated[-1], *verify_tokens], anchor_position, range(1 + verify_length))
         probs_RGD = None if block is None else block.probs_RGD
         draft_probs_LD = None if probs_RGD is None else probs_RGD[0, :verify_length]
-        acceptance = self._verify(self._target.logits(hidden_NH), verify_tokens, draft_probs_LD)
+        acceptance = self._verify(output, verify_tokens, draft_probs_LD)
         verified = time.perf_counter()
         self._roll_back(anchor_position + 1 + acceptance.num_accepted)
         committed = [*verify_tokens[: acceptance.num_accepted], acceptance.next_token]
@@ -189,19 +190,19 @@ class _Generation:
         sample = draft_sampler([self._sampling], [room])
         return self._drafter.propose(self._drafter_cache, [0], anchor_1, sample, room)
 
-    def _verify(
-        self, logits_RV: torch.Tensor, draft_tokens: list[int], draft_probs_LD: torch.Tensor | None
-    ) -> Acceptance:
+    def _verify(self, output: TargetOutput, draft_tokens: list[int], draft_probs_LD: torch.Tensor | None) -> Acceptance:
+        assert output.logits_MV is not None, "they were asked for"
         row = VerifyRow(sampling=self._sampling, draft_tokens=draft_tokens, draft_probs_LD=draft_probs_LD)
-        return verify_rows([row], logits_RV)[0]
+        best = None if output.best_M is None else output.best_M.tolist()
+        return verify_rows([row], output.logits_MV, best)[0]
 
-    def _forward(self, token_ids: list[int], start: int) -> torch.Tensor:
+    def _forward(self, token_ids: list[int], start: int, logit_rows: Sequence[int]) -> TargetOutput:
         segment = Segment(0, start, len(token_ids))
         tokens_N = as_tensor(token_ids, self._target.device)
-        output = self._target.forward(tokens_N, [segment], self._cache, self._tap_layers)
+        output = self._target.forward(tokens_N, [segment], self._cache, self._tap_layers, logit_rows)
         if self._drafter is not None and self._drafter_cache is not None and output.taps_NT is not None:
             self._drafter.extend(self._drafter_cache, [segment], tokens_N, output.taps_NT)
-        return output.hidden_NH
+        return output
 
     def _roll_back(self, length: int) -> None:
         self._cache.truncate(0, length)

@@ -22,8 +22,8 @@ from dspark.engine.grammar import GrammarError
 from dspark.engine.grammar_masks import GrammarMasks
 from dspark.engine.logprobs import add_prompt_logprobs, logprobs_of
 from dspark.engine.request import Delta, TokenLogprob
-from dspark.engine.tensors import as_tensor, pick_rows
-from dspark.models.target import Target, TargetCache
+from dspark.engine.tensors import as_tensor
+from dspark.models.target import Target, TargetCache, TargetOutput
 from dspark.scheduling import (
     Drafts,
     History,
@@ -34,6 +34,7 @@ from dspark.scheduling import (
     StepRecord,
     StepSeconds,
     choose_lengths,
+    compiled,
     plan_step,
     predicted_seconds,
 )
@@ -144,7 +145,8 @@ class Stepper:
         scheduled = self._clock()
         verified = [draft.first(length) for draft, length in zip(drafts, lengths_R.tolist(), strict=True)]
         verified += [_NO_DRAFT] * len(chunks)
-        outcomes = self._accept(rows, verified, self._verify(rows, verified))
+        output = self._verify(rows, verified)
+        outcomes = self._accept(rows, verified, output.logits_MV, output.best_M)
         self._roll_back(rows, outcomes)
         deltas = self._commit(rows, verified, outcomes, plan)
         ended = self._clock()
@@ -219,12 +221,10 @@ class Stepper:
             lengths_R = choose_lengths(self.policy, plan, confidences, self.cost)
         return lengths_R, None if self.cost is None else predicted_seconds(plan, int(lengths_R.sum()), self.cost)
 
-    def _verify(self, rows: Sequence[Row], verified: Sequence[_Draft]) -> torch.Tensor | None:
+    def _verify(self, rows: Sequence[Row], verified: Sequence[_Draft]) -> TargetOutput:
         """The target's pass over all rows, which the drafter's context follows.
 
-        Returns:
-            The logits ``[M, V]`` of the sampled rows, one after the last known token and one after each draft token;
-            None if no row is sampled.
+        Its logits are those of the sampled rows, one after the last known token and one after each draft token.
         """
         tokens: list[int] = []
         segments: list[Segment] = []
@@ -237,7 +237,7 @@ class Stepper:
                 logit_rows += range(len(tokens) - 1 - len(draft.tokens), len(tokens))
         tokens_N = as_tensor(tokens, self._target.device)
         tap_layers = () if self._drafter is None else self._drafter.tap_layers
-        output = self._target.forward(tokens_N, segments, self._target_cache, tap_layers)
+        output = self._target.forward(tokens_N, segments, self._target_cache, tap_layers, logit_rows)
         if self._drafter is not None and self._drafter_cache is not None and output.taps_NT is not None:
             self._drafter.extend(self._drafter_cache, segments, tokens_N, output.taps_NT)
         if any(row.choice.wants_prompt_logprobs for row in rows):
@@ -245,21 +245,21 @@ class Stepper:
             for row, hidden_LH in zip(rows, hidden_of_rows, strict=True):
                 if row.choice.wants_prompt_logprobs:
                     add_prompt_logprobs(row.choice, row.start, hidden_LH, self._target)
-        if not logit_rows:
-            return None
-        hidden_NH = output.hidden_NH
-        if len(logit_rows) < len(hidden_NH):
-            hidden_NH = pick_rows(hidden_NH, logit_rows)
-        return self._target.logits(hidden_NH)
+        return output
 
     def _accept(
-        self, rows: Sequence[Row], verified: Sequence[_Draft], logits_MV: torch.Tensor | None
+        self,
+        rows: Sequence[Row],
+        verified: Sequence[_Draft],
+        logits_MV: torch.Tensor | None,
+        best_M: torch.Tensor | None,
     ) -> list[_Outcome | None]:
         """What each row gets by its rule of acceptance, with log-probabilities where asked for; None if unsampled."""
         outcomes: list[_Outcome | None] = [None] * len(rows)
         if logits_MV is None:
             return outcomes
         sampled = [index for index, row in enumerate(rows) if row.is_sampled]
+        choices = [rows[index].choice for index in sampled]
         verify = [
             VerifyRow(
                 sampling=rows[index].choice.sampling,
@@ -268,11 +268,12 @@ class Stepper:
             )
             for index in sampled
         ]
-        masked_MV, empty_rows = self._masks.apply(
-            [rows[index].choice for index in sampled], [row.draft_tokens for row in verify], logits_MV
-        )
+        masked_MV, best, empty_rows = logits_MV, None if best_M is None else best_M.tolist(), dict[int, int]()
+        if any(choice.grammar is not None for choice in choices):
+            masked_MV, empty_rows = self._masks.apply(choices, [row.draft_tokens for row in verify], logits_MV)
+            best = None  # of the logits without masks
         first = 0
-        for index, acceptance in zip(sampled, verify_rows(verify, masked_MV), strict=True):
+        for index, acceptance in zip(sampled, verify_rows(verify, masked_MV, best), strict=True):
             choice = rows[index].choice
             tokens = [*verified[index].tokens[: acceptance.num_accepted], acceptance.next_token]
             empty_row = empty_rows.get(choice.choice_id, len(tokens))
@@ -329,14 +330,11 @@ def _confidences(
     """Calibrated confidences of all decoding rows, ``[R, G]``; 0 where nothing was drafted."""
     if block.confidence_logits_RG is None:
         return None
-    logits_RG = block.confidence_logits_RG.float().cpu().numpy()
-    length = logits_RG.shape[1]
-    # The logistic function, without overflow.
-    drafted_RG = np.array([choice.confidence_temperatures_G[:length] for choice in choices])
-    np.divide(logits_RG, drafted_RG, out=drafted_RG)
-    drafted_RG = 0.5 + 0.5 * np.tanh(0.5 * drafted_RG)
-    if len(drafting) == num_rows:
-        return drafted_RG
-    confidences_RG = np.zeros((num_rows, length))
-    confidences_RG[list(drafting)] = drafted_RG
+    logits = block.confidence_logits_RG
+    if not (logits.is_cpu and logits.dtype == torch.float32):
+        logits = logits.float().cpu()
+    width = logits.shape[1]
+    confidences_RG = np.zeros((num_rows, width))
+    temperatures_XG = np.array([choice.confidence_temperatures_G[:width] for choice in choices], np.float64)
+    compiled.confidences(logits.numpy(), temperatures_XG, np.array(drafting, np.int64), confidences_RG)
     return confidences_RG

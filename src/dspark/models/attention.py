@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import numpy as np
 import torch
 from torch.nn import functional
 
@@ -42,20 +41,20 @@ class AttentionPlan:
         causal: bool = True,
         first: int = 0,
     ) -> None:
-        tables, memory = cache.tables, cache.keys
-        self.tables = tables
-        self.places = tables.places(segments)
+        memory = cache.keys
+        self.tables = cache.tables
+        self.places = cache.tables.places(segments)
         self.window = window
+        self.is_causal = causal
         self.first = first
         self.padded: _PaddedBatch | None = None
-        is_compiled = memory.shape[-1] % 8 == 0 and is_available(memory.device, memory.dtype)
-        if not cache.has_key_columns and not is_compiled:
-            self.padded = _PaddedBatch(segments, tables, memory.dtype, window=window, causal=causal, first=first)
-        elif causal:
-            self.visible_N = self.places.positions_N + 1
-        else:
-            ends = np.array([segment.end for segment in segments], np.int64)
-            self.visible_N = torch.from_numpy(ends.repeat([segment.length for segment in segments]))
+        if not cache.has_key_columns and not (memory.shape[-1] % 8 == 0 and is_available(memory.device, memory.dtype)):
+            self.padded = _PaddedBatch(segments, self.tables, memory.dtype, window=window, causal=causal, first=first)
+
+    @property
+    def visible_N(self) -> torch.Tensor:
+        """Positions of its slot that each token sees, the first ones."""
+        return self.places.visible_N if self.is_causal else self.places.ends_N
 
 
 def attend(

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
+from dspark.models.compiling import SOURCE, remembered
 from dspark.types import Segment
 
 BLOCK_SIZE = 16
@@ -21,23 +23,46 @@ class Places:
     """Where the ``N`` tokens of some segments sit, in the order of the segments.
 
     Attributes:
-        slots_N: slot of each token, int64.
-        positions_N: position of each token in its slot, int64.
-        rows: row of each token in the flat memory: a slice where they lie side by side, else int64 ``[N]``.
+        table_5N: int64 rows, contiguous: `slots_N`, `positions_N`, `row_numbers`, `visible_N`, `ends_N`.
+        first_row: `row_numbers` of the first token, if all lie side by side; else None.
         last_position: the largest position.
     """
 
-    slots_N: torch.Tensor
-    positions_N: torch.Tensor
-    rows: slice | torch.Tensor
+    table_5N: torch.Tensor
+    first_row: int | None
     last_position: int
 
     @property
+    def slots_N(self) -> torch.Tensor:
+        """Slot of each token."""
+        return self.table_5N[0]
+
+    @property
+    def positions_N(self) -> torch.Tensor:
+        """Position of each token in its slot."""
+        return self.table_5N[1]
+
+    @property
     def row_numbers(self) -> torch.Tensor:
-        """``rows`` as int64 ``[N]`` in any case."""
-        if isinstance(self.rows, slice):
-            return torch.arange(self.rows.start, self.rows.stop, device=self.positions_N.device)
-        return self.rows
+        """Row of each token in the flat memory."""
+        return self.table_5N[2]
+
+    @property
+    def visible_N(self) -> torch.Tensor:
+        """Positions of its slot that each token sees: those before it, and its own."""
+        return self.table_5N[3]
+
+    @property
+    def ends_N(self) -> torch.Tensor:
+        """Positions of its slot up to the end of each token's segment."""
+        return self.table_5N[4]
+
+    @property
+    def rows(self) -> slice | torch.Tensor:
+        """`row_numbers`, as a slice where they lie side by side."""
+        if self.first_row is None:
+            return self.row_numbers
+        return slice(self.first_row, self.first_row + self.table_5N.shape[1])
 
 
 class BlockTables:
@@ -134,34 +159,17 @@ class BlockTables:
         return self._last_places[1]
 
     def _find(self, segments: Sequence[Segment]) -> Places:
-        # In numpy: a torch operation takes several times as long on so few numbers.
-        last_position = max(segment.end for segment in segments) - 1
-        if len(segments) == 1:
-            segment = segments[0]
-            positions_N: npt.NDArray[np.int64] = np.arange(segment.start, segment.end, dtype=np.int64)
-            slots_N = np.full(segment.length, segment.slot, np.int64)
-            first_row = self._first_rows[segment.slot]
-            if first_row is not None:
-                return Places(
-                    slots_N=self._tensor(slots_N),
-                    positions_N=self._tensor(positions_N),
-                    rows=slice(first_row + segment.start, first_row + segment.end),
-                    last_position=last_position,
-                )
-        else:
-            lengths = np.array([segment.length for segment in segments], np.int64)
-            starts = np.array([segment.start for segment in segments], np.int64)
-            slots_N = np.array([segment.slot for segment in segments], np.int64).repeat(lengths)
-            # A token's position is its index in the batch plus what its segment's first token is ahead of that.
-            positions_N = np.arange(len(slots_N), dtype=np.int64) + (
-                starts - (np.cumsum(lengths, dtype=np.int64) - lengths)
-            ).repeat(lengths)
-        rows_N = self._host_SB[slots_N, positions_N // BLOCK_SIZE] * np.int64(BLOCK_SIZE) + positions_N % BLOCK_SIZE
-        if self.device.type == "cpu":
-            slots, positions, rows = (torch.from_numpy(values_N) for values_N in (slots_N, positions_N, rows_N))
-        else:
-            slots, positions, rows = self._tensor(np.stack([slots_N, positions_N, rows_N]))  # in one copy
-        return Places(slots_N=slots, positions_N=positions, rows=rows, last_position=last_position)
+        # Compiled: operations of torch and numpy on so few numbers take several times as long.
+        segments_R3 = np.array([(segment.slot, segment.start, segment.length) for segment in segments], np.int64)
+        table_5N = np.empty((5, sum(segment.length for segment in segments)), np.int64)
+        if not _layout()(segments_R3, self._host_SB, table_5N):
+            raise IndexError(f"a slot or position of {list(segments)} is outside the tables {self._host_SB.shape}")
+        first_row = self._first_rows[segments[0].slot] if len(segments) == 1 else None
+        return Places(
+            table_5N=self._tensor(table_5N),
+            first_row=None if first_row is None else first_row + segments[0].start,
+            last_position=max(segment.end for segment in segments) - 1,
+        )
 
     def slot_rows(self, slots: Sequence[int], length: int) -> torch.Tensor:
         """Rows ``[R, length]`` of the first positions of ``slots``, some row or other where a slot has none."""
@@ -172,3 +180,26 @@ class BlockTables:
     def _tensor(self, values: npt.NDArray[Any]) -> torch.Tensor:
         tensor = torch.from_numpy(values)
         return tensor if self.device.type == "cpu" else tensor.to(self.device)
+
+
+@lru_cache
+def _layout(source: str = SOURCE) -> Callable[..., bool]:
+    def lay_out(segments_R3, tables_SB, table_5N):  # type: ignore[no-untyped-def]
+        _ = source
+        num_slots, blocks = tables_SB.shape
+        n = 0
+        for slot, start, length in segments_R3:
+            if not (0 <= slot < num_slots and start >= 0 and start + length <= blocks * BLOCK_SIZE):
+                return False
+            for position in range(start, start + length):
+                block = np.int64(tables_SB[slot, position // BLOCK_SIZE])
+                table_5N[0, n] = slot
+                table_5N[1, n] = position
+                table_5N[2, n] = block * BLOCK_SIZE + position % BLOCK_SIZE
+                table_5N[3, n] = position + 1
+                table_5N[4, n] = start + length
+                n += 1
+        return True
+
+    kernel: Callable[..., bool] = remembered(lay_out)
+    return kernel

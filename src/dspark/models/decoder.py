@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import lru_cache
 
 import torch
@@ -12,7 +13,7 @@ from torch.nn import functional
 from dspark.models.attention import AttentionPlan, attend
 from dspark.models.block_tables import BlockTables
 from dspark.models.config import DecoderConfig
-from dspark.models.decoder_kernel import DecoderKernel
+from dspark.models.decoder_kernel import DecoderKernel, embed_rows
 from dspark.models.decoder_layer import DecoderLayer, LayersShape
 from dspark.models.fingerprint import Fingerprint
 from dspark.models.int8_intrinsics import has_dot_products
@@ -92,7 +93,8 @@ class Decoder:
                 query_scale=c.query_scale,
                 activation=c.activation,
             )
-            self._kernel = DecoderKernel(shape, self._layers, self._final_norm_H, is_half=True)
+            assert isinstance(self._lm_head, GroupedInt8Linear), "int8 products go with int8 layers"
+            self._kernel = DecoderKernel(shape, self._layers, self._final_norm_H, self._lm_head, is_half=True)
 
     @property
     def config(self) -> DecoderConfig:
@@ -158,37 +160,49 @@ class Decoder:
             return self._lm_head(hidden_MH)  # without gradients anyway, and not worth entering a mode for
         with torch.inference_mode():
             logits_MV = self._lm_head(hidden_MH).float()
-            return logits_MV if cap is None else cap * torch.tanh(logits_MV / cap)
+            return logits_MV if cap is None else _capped(logits_MV, cap)
 
     def forward(
-        self, token_ids_N: torch.Tensor, segments: Sequence[Segment], cache: TargetCache, tap_layers: Sequence[int] = ()
+        self,
+        token_ids_N: torch.Tensor,
+        segments: Sequence[Segment],
+        cache: TargetCache,
+        tap_layers: Sequence[int] = (),
+        logit_rows: Sequence[int] = (),
     ) -> TargetOutput:
         """One pass over the tokens of all segments (see :meth:`dspark.models.target.Target.forward`)."""
         segments = list(segments)
         c = self._config
-        check_pass(token_ids_N, segments, tap_layers, c.num_layers)
+        check_pass(token_ids_N, segments, tap_layers, logit_rows, c.num_layers)
         if not isinstance(cache, KVCache):
             raise TypeError(f"the cache is a {type(cache).__name__} of another target; take one from new_cache")
         cache.reserve(segments)
         plan = AttentionPlan(segments, cache, window=c.sliding_window)
         places = plan.places
-        if self._kernel is not None:
-            x_NH = self._copied_embeddings(token_ids_N)
-            ropes = self._rope.table(places.last_position), self._sliding_rope.table(places.last_position)
-            return TargetOutput(*self._kernel(x_NH, ropes, plan, cache, tap_layers))
-        return self._forward(token_ids_N, plan, cache, tap_layers)
+        if self._kernel is None:
+            return self._forward(token_ids_N, plan, cache, tap_layers, logit_rows)
+        x_NH = self._copied_embeddings(token_ids_N)
+        ropes = self._rope.table(places.last_position), self._sliding_rope.table(places.last_position)
+        output = self._kernel(x_NH, ropes, plan, cache, tap_layers, logit_rows)
+        if output.logits_MV is not None and c.final_softcap is not None:
+            return replace(output, logits_MV=_capped(output.logits_MV, c.final_softcap), best_M=None)
+        return output
 
     def _copied_embeddings(self, token_ids_N: torch.Tensor) -> torch.Tensor:
         """`embed` of a compiled pass: without PyTorch's threads, which would go on spinning beside its own."""
-        ids_N = token_ids_N.numpy()
-        if len(ids_N) and not 0 <= ids_N.min() <= ids_N.max() < self._config.vocab_size:
+        x_NH = torch.empty(token_ids_N.shape[0], self._config.hidden_size)
+        if not embed_rows(token_ids_N, self._embedding_VH, x_NH):
             raise IndexError(f"token_ids_N has an id outside the vocabulary 0..{self._config.vocab_size - 1}")
-        x_NH = torch.from_numpy(self._embedding_VH.numpy()[ids_N])
         return x_NH if self._config.embedding_scale == 1.0 else x_NH.mul_(self._config.embedding_scale)
 
     @torch.inference_mode()
     def _forward(
-        self, token_ids_N: torch.Tensor, plan: AttentionPlan, cache: KVCache, tap_layers: Sequence[int]
+        self,
+        token_ids_N: torch.Tensor,
+        plan: AttentionPlan,
+        cache: KVCache,
+        tap_layers: Sequence[int],
+        logit_rows: Sequence[int],
     ) -> TargetOutput:
         """The pass in PyTorch's operations."""
         places = plan.places
@@ -212,9 +226,11 @@ class Decoder:
             x_NH = x_NH + mlp_NH
             if index in tap_layers:
                 taps[index] = x_NH
+        hidden_NH = self._norm(x_NH, self._final_norm_H)
         return TargetOutput(
-            hidden_NH=self._norm(x_NH, self._final_norm_H),
+            hidden_NH=hidden_NH,
             taps_NT=torch.cat([taps[layer] for layer in tap_layers], dim=-1) if tap_layers else None,
+            logits_MV=self.logits(hidden_NH[list(logit_rows)]) if logit_rows else None,
         )
 
     def _attention(
@@ -290,6 +306,11 @@ class Decoder:
             post_mlp_norm_H=norm("post_feedforward_layernorm") if c.sandwich_norms else None,
             is_sliding=bool(c.sliding_layers) and c.sliding_layers[index],
         )
+
+
+def _capped(logits_MV: torch.Tensor, cap: float) -> torch.Tensor:
+    """Logits that stay within ``±cap``, smoothly."""
+    return cap * torch.tanh(logits_MV / cap)
 
 
 @lru_cache(maxsize=1)

@@ -40,12 +40,14 @@ from dspark.models.int8_linear import (
 )
 from dspark.models.kv_cache import KVCache, columns_shape
 from dspark.models.linear import Linear
-from dspark.models.row_kernels import activate_row, add_row, copy_row, norm_row, rotate_head, store_halves
+from dspark.models.row_kernels import activate_row, add_row, copy_row, most_likely, norm_row, rotate_head, store_halves
+from dspark.models.target import TargetOutput
 from dspark.models.threads import run_together
 from dspark.models.vector_intrinsics import pointer
 
 _PARTS = 4  # of attention, for each thread
 _PHASES = 10  # of a layer
+_HEAD_PHASES = 3
 _WHOLE = 2**62  # a window that sees everything
 # The columns of a layer's row in the table of addresses; 0 for what it does not have.
 (
@@ -82,31 +84,52 @@ class DecoderKernel:
     """Runs the layers of a decoder whose linear layers are :class:`GroupedInt8Linear`, in float32 between them.
 
     Args:
+        head: from hidden states to logits; None for a model that is only asked for states.
         is_half: keys and values are kept in float16, those beyond ±65504 as that, and keys as columns; else in float32.
     """
 
     def __init__(
-        self, shape: LayersShape, layers: Sequence[DecoderLayer], final_norm_H: torch.Tensor, *, is_half: bool
+        self,
+        shape: LayersShape,
+        layers: Sequence[DecoderLayer],
+        final_norm_H: torch.Tensor,
+        head: GroupedInt8Linear | None,
+        *,
+        is_half: bool,
     ) -> None:
         self._shape = shape
         self._is_half = is_half
-        self._held = (list(layers), final_norm_H)  # their memory must outlive the addresses
+        self._layers, self._final_norm_H, self._head = list(layers), final_norm_H, head  # they outlive the addresses
         self._table = np.array([_addresses(layer) for layer in layers], dtype=np.int64)
         linears = [_packed(linear) for linear in (layers[0].qkv, layers[0].output, layers[0].gate_up, layers[0].down)]
         self._widths = tuple(linear.padded_out for linear in linears)
         self._groups = max(linear.packed.shape[1] for linear in linears)
         self._attention = attention_kernel(shape.head_dim, shape.num_heads // shape.num_kv_heads, is_half)
-        self._tap_columns: dict[tuple[int, ...], tuple[npt.NDArray[np.int64], int]] = {}
+        self._same_arguments = (
+            self._table.ctypes.data, shape.num_layers, len(final_norm_H), shape.intermediate_size, shape.num_heads,
+            shape.num_kv_heads, shape.head_dim, np.float32(shape.norm_eps), shape.activation == "gelu_tanh",
+            *self._widths, final_norm_H.data_ptr(),
+        )  # fmt: skip
+        self._attention_at = self._attention.address
+        self._query_scale = np.float32(shape.query_scale * math.log2(math.e))
+        self._tap_columns: dict[tuple[int, ...], tuple[npt.NDArray[np.int64], int, int]] = {}
         self._kernel = _kernel()
 
     def __reduce__(self) -> tuple[Callable[..., DecoderKernel], tuple[object, ...]]:
         """A copy looks up the addresses of its own weights."""
-        return partial(DecoderKernel, is_half=self._is_half), (self._shape, *self._held)
+        arguments = self._shape, self._layers, self._final_norm_H, self._head
+        return partial(DecoderKernel, is_half=self._is_half), arguments
 
     def __call__(
-        self, x_NH: torch.Tensor, ropes: Ropes, plan: AttentionPlan, cache: KVCache, tap_layers: Sequence[int]
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Run all layers on embedded tokens; the normed hidden states and the taps side by side.
+        self,
+        x_NH: torch.Tensor,
+        ropes: Ropes,
+        plan: AttentionPlan,
+        cache: KVCache,
+        tap_layers: Sequence[int],
+        logit_rows: Sequence[int],
+    ) -> TargetOutput:
+        """Run all layers on embedded tokens, and the head on the asked rows of what they give.
 
         Args:
             x_NH: float32, is written to.
@@ -117,51 +140,68 @@ class DecoderKernel:
         """
         threads = torch.get_num_threads()
         prepared = self.prepare(x_NH, ropes, plan, cache, tap_layers)
-        counters, counters_at = new_counters(prepared.phases, threads)
+        head, logits_MV, best_M, head_memory = self._prepare_head(logit_rows)
+        counters, counters_at = new_counters(prepared.phases + _HEAD_PHASES, threads)
         kernel = self._kernel
+        memory = (self, prepared, logits_MV, best_M, head_memory, counters)
         if not run_together(
-            lambda: kernel(prepared.arguments, counters_at, threads), threads, (self, prepared, counters)
+            lambda: kernel(prepared.arguments, prepared.out_NH.data_ptr(), head, counters_at, threads), threads, memory
         ):
             raise ValueError(OUTSIDE)
-        if not tap_layers:
-            return prepared.out_NH, None
-        taps_NT, layers = prepared.taps_NT, sorted(set(tap_layers))
-        if list(tap_layers) != layers:
+        taps_NT = prepared.taps_NT if tap_layers else None
+        if taps_NT is not None and list(tap_layers) != (layers := sorted(set(tap_layers))):
             order = [layers.index(layer) for layer in tap_layers]
             taps_NT = taps_NT.view(len(x_NH), -1, x_NH.shape[1])[:, order].flatten(1)
-        return prepared.out_NH, taps_NT
+        if logits_MV is not None and self._head is not None:
+            logits_MV = self._head.without_padding(logits_MV)
+        return TargetOutput(hidden_NH=prepared.out_NH, taps_NT=taps_NT, logits_MV=logits_MV, best_M=best_M)
+
+    def _prepare_head(
+        self, logit_rows: Sequence[int]
+    ) -> tuple[tuple[int, ...], torch.Tensor | None, torch.Tensor | None, object]:
+        """Arguments of ``_pick_logits``; its results, the logits still padded; and what else it needs in memory."""
+        count, head = len(logit_rows), self._head
+        if count == 0:
+            return (0,) * 10, None, None, None
+        assert head is not None, "logits are asked of a model without a head"
+        groups = head.packed.shape[1]
+        rows_M, best_M = np.array(logit_rows, np.int64), torch.empty(count, dtype=torch.int64)
+        logits_MV, q = torch.empty(count, head.padded_out), torch.empty(quantised_bytes(count, groups) // 4)
+        arguments = (
+            rows_M.ctypes.data, count, head.size_in, q.data_ptr(), head.packed.data_ptr(), head.bias.data_ptr(),
+            logits_MV.data_ptr(), head.padded_out, best_M.data_ptr(), head.size_out,
+        )  # fmt: skip
+        return arguments, logits_MV, best_M, (rows_M, q)
 
     def prepare(
         self, x_NH: torch.Tensor, ropes: Ropes, plan: AttentionPlan, cache: KVCache, tap_layers: Sequence[int]
     ) -> PreparedLayers:
         """What :func:`run_layers` needs for such a call, in which taps are in the order of their layers."""
-        c, threads = self._shape, torch.get_num_threads()
+        c, threads, tables = self._shape, torch.get_num_threads(), plan.tables.tables_SB
         self.check_cache(cache)
         rows, hidden = x_NH.shape
-        tap_columns, num_taps = self._columns_of_taps(tuple(tap_layers))
+        tap_columns, tap_columns_at, num_taps = self._columns_of_taps(tuple(tap_layers))
         taps_NT = torch.empty(rows, hidden * num_taps)
         out_NH = torch.empty(rows, hidden)
         heads_size = c.num_heads * c.head_dim
         sizes = (rows * max(self._widths), rows * hidden, rows * heads_size, rows * heads_size)
         scratch = torch.empty(sum(sizes) + quantised_bytes(rows, self._groups) // 4)
-        places = [4 * place + scratch.data_ptr() for place in accumulate(sizes, initial=0)]
-        token_rows = plan.places.row_numbers
-        tables = plan.tables.tables_SB
+        scratch_at, slots_at = scratch.data_ptr(), plan.places.table_5N.data_ptr()
+        positions_at, token_rows_at, visible_at, ends_at = (slots_at + 8 * rows * line for line in range(1, 5))
         arguments = (
-            self._table.ctypes.data, c.num_layers, hidden, c.intermediate_size, c.num_heads, c.num_kv_heads, c.head_dim,
-            np.float32(c.norm_eps), c.activation == "gelu_tanh", *self._widths, self._held[1].data_ptr(),
-            x_NH.data_ptr(), rows, *places, out_NH.data_ptr(),
-            taps_NT.data_ptr(), hidden * num_taps, tap_columns.ctypes.data,
-            *(table.data_ptr() for rope in ropes for table in rope), plan.places.positions_N.data_ptr(),
-            cache.keys.data_ptr(), cache.values.data_ptr(), plan.tables.num_rows, self._is_half, token_rows.data_ptr(),
-            self._attention.address, tables.data_ptr(), *tables.shape, plan.places.slots_N.data_ptr(),
-            plan.visible_N.data_ptr(), np.float32(c.query_scale * math.log2(math.e)), plan.window or _WHOLE, plan.first,
+            *self._same_arguments, x_NH.data_ptr(), rows,
+            *(scratch_at + 4 * place for place in accumulate(sizes, initial=0)), out_NH.data_ptr(),
+            taps_NT.data_ptr(), hidden * num_taps, tap_columns_at,
+            *(table.data_ptr() for rope in ropes for table in rope), positions_at,
+            cache.keys.data_ptr(), cache.values.data_ptr(), plan.tables.num_rows, self._is_half, token_rows_at,
+            self._attention_at, tables.data_ptr(), *tables.shape, slots_at,
+            visible_at if plan.is_causal else ends_at, self._query_scale, plan.window or _WHOLE, plan.first,
             queries_together(rows * c.num_kv_heads, threads),
             min(rows * c.num_kv_heads, _PARTS * threads if threads > 1 else 1),
         )  # fmt: skip
         return PreparedLayers(
             arguments=arguments,
-            memory=(self, x_NH, ropes, plan, cache, token_rows, tap_columns, scratch),
+            memory=(self, x_NH, ropes, plan, cache, tap_columns, scratch),
             phases=c.num_layers * _PHASES + 1,
             out_NH=out_NH,
             taps_NT=taps_NT,
@@ -180,13 +220,13 @@ class DecoderKernel:
                 "take one from its new_cache"
             )
 
-    def _columns_of_taps(self, tap_layers: tuple[int, ...]) -> tuple[npt.NDArray[np.int64], int]:
-        """For each layer its column among the taps, which go by layer, or -1; and how many taps there are."""
+    def _columns_of_taps(self, tap_layers: tuple[int, ...]) -> tuple[npt.NDArray[np.int64], int, int]:
+        """For each layer its column among the taps, which go by layer, or -1; its address; how many taps there are."""
         if tap_layers not in self._tap_columns:
             layers = sorted(set(tap_layers))
             columns = np.full(self._shape.num_layers, -1, dtype=np.int64)
-            columns[layers] = np.arange(len(layers)) * len(self._held[1])
-            self._tap_columns[tap_layers] = columns, len(layers)
+            columns[layers] = np.arange(len(layers)) * len(self._final_norm_H)
+            self._tap_columns[tap_layers] = columns, columns.ctypes.data, len(layers)
         return self._tap_columns[tap_layers]
 
 
@@ -397,13 +437,69 @@ def run_layers(
     return at
 
 
+@njit(error_model="numpy")  # type: ignore[untyped-decorator]
+def _pick_logits(
+    hidden_at: int, rows_at: int, count: int, size: int, q_at: int, weights_at: int, bias_at: int, logits_at: int,
+    width: int, best_at: int, num_ids: int, counters_at: int, threads: int, thread: int,
+) -> Any:  # fmt: skip
+    """The phases of the head: quantise the picked rows of hidden states, multiply, and find the largest logits."""
+    rows = carray(pointer(rows_at), count, np.int64)
+    groups = (size + GROUP - 1) // GROUP
+    done, turn = 0, 0
+    while True:
+        index, turn = take(count, turn, counters_at, threads, thread)
+        if index >= count:
+            break
+        quantise(hidden_at + rows[index] * size * 4, index, size, q_at)
+        done += 1
+    finish(counters_at, done)
+    at = wait(counters_at, count, threads)
+    at = multiply(q_at, count, groups, weights_at, bias_at, logits_at, width, at, threads, thread)
+    best = carray(pointer(best_at), count, np.int64)
+    done, turn = 0, 0
+    while True:
+        index, turn = take(count, turn, at, threads, thread)
+        if index >= count:
+            break
+        best[index] = most_likely(logits_at + index * width * 4, num_ids)
+        done += 1
+    finish(at, done)
+    return wait(at, count, threads)
+
+
 @lru_cache
 def _kernel(source: str = SOURCE) -> Callable[..., bool]:
-    def decode(layers, counters_at, threads):  # type: ignore[no-untyped-def]
+    def decode(layers, hidden_at, head, counters_at, threads):  # type: ignore[no-untyped-def]
         _ = source
         thread, failures_at = add_atomically(counters_at, 1), counters_at + 8
-        run_layers(*layers, failures_at, counters_at + LINE, threads, thread)
+        at = run_layers(*layers, failures_at, counters_at + LINE, threads, thread)
+        if head[1] > 0:
+            _pick_logits(hidden_at, *head, at, threads, thread)
         return read_atomically(failures_at) == 0
 
     kernel: Callable[..., bool] = remembered(decode)
+    return kernel
+
+
+def embed_rows(token_ids_N: torch.Tensor, embedding_VH: torch.Tensor, x_NH: torch.Tensor) -> bool:
+    """Copy the embeddings of tokens, all float32; False, with some rows copied, if an id is outside the vocabulary."""
+    token_ids_N = token_ids_N.contiguous()
+    tokens, (vocab_size, hidden) = token_ids_N.shape[0], embedding_VH.shape
+    return _embedder()(
+        token_ids_N.data_ptr(), tokens, address(embedding_VH), vocab_size, hidden, address(x_NH)
+    )  # fmt: skip
+
+
+@lru_cache
+def _embedder(source: str = SOURCE) -> Callable[..., bool]:
+    def embed(ids_at, tokens, embedding_at, vocab_size, hidden, x_at):  # type: ignore[no-untyped-def]
+        _ = source
+        ids = carray(pointer(ids_at), tokens, np.int64)
+        for n in range(tokens):
+            if not 0 <= ids[n] < vocab_size:
+                return False
+            copy_row(embedding_at + ids[n] * hidden * 4, x_at + n * hidden * 4, hidden)
+        return True
+
+    kernel: Callable[..., bool] = remembered(embed)
     return kernel

@@ -24,6 +24,7 @@ from dspark.models.int8_intrinsics import (
     read_atomically,
     yield_core,
 )
+from dspark.models.large_pages import weight_room
 from dspark.models.row_kernels import quantise_row
 from dspark.models.threads import run_together
 
@@ -63,9 +64,7 @@ class GroupedInt8Linear:
         numbers = (weight_bcgi / scales_bcg.unsqueeze(-1)).round_().to(torch.int8).view(torch.uint8) ^ 0x80
         numbers = numbers.view(blocks, COLUMNS, groups, GROUP // 4, 4).permute(0, 2, 3, 1, 4)
         scales = scales_bcg.to(torch.bfloat16).transpose(1, 2).contiguous().view(torch.uint8)
-        room = torch.empty(blocks * groups * GROUP_BYTES + 64, dtype=torch.uint8)
-        begin = -room.data_ptr() % 64
-        self.packed = room[begin:][: blocks * groups * GROUP_BYTES].view(blocks, groups, GROUP_BYTES)
+        self.packed = weight_room(blocks * groups * GROUP_BYTES).view(blocks, groups, GROUP_BYTES)
         self.packed[..., : COLUMNS * GROUP] = numbers.flatten(2)
         self.packed[..., COLUMNS * GROUP :] = scales
 
@@ -87,6 +86,10 @@ class GroupedInt8Linear:
         )  # fmt: skip
         kernel = _kernel()
         run_together(lambda: kernel(*arguments), threads, (self, x_NI, scratch, counters, y_NO))
+        return self.without_padding(y_NO)
+
+    def without_padding(self, y_NO: torch.Tensor) -> torch.Tensor:
+        """The layer's results of what :func:`multiply` wrote, contiguous."""
         return y_NO if self.padded_out == self.size_out else y_NO[:, : self.size_out].contiguous()
 
 

@@ -243,3 +243,14 @@ def residual_of(p_V: Any, q_D: Any, ids_D: Any, residual_V: Any) -> None:
     else:
         for i in range(len(p_V)):
             residual_V[i] = np.float64(p_V[i]) * p_factor
+
+
+@njit(error_model="numpy")  # type: ignore[untyped-decorator]
+def most_likely(logits_at: int, size: int) -> int:
+    """The column of the largest of ``size`` numbers, of equal ones the first."""
+    logits = carray(pointer(logits_at), size, np.float32)
+    value = largest_number(logits)
+    for i in range(size):
+        if logits[i] == value:
+            return i
+    return 0

@@ -20,10 +20,15 @@ class TargetOutput:
         hidden_NH: states after the final norm, the input of the LM head.
         taps_NT: outputs of the asked decoder layers side by side, ``T = len(tap_layers) * H``;
             None when no layer was asked for.
+        logits_MV: float32 logits after the asked rows, in their order; None when none was asked for.
+        best_M: int64 on the CPU, the id of the largest of each of these rows, of equal ones the first; None from a
+            target that leaves that to others.
     """
 
     hidden_NH: torch.Tensor
     taps_NT: torch.Tensor | None
+    logits_MV: torch.Tensor | None
+    best_M: torch.Tensor | None = None
 
 
 class TargetConfig(Protocol):
@@ -152,16 +157,25 @@ class Target(Protocol):
         ...
 
     def forward(
-        self, token_ids_N: torch.Tensor, segments: Sequence[Segment], cache: TargetCache, tap_layers: Sequence[int] = ()
+        self,
+        token_ids_N: torch.Tensor,
+        segments: Sequence[Segment],
+        cache: TargetCache,
+        tap_layers: Sequence[int] = (),
+        logit_rows: Sequence[int] = (),
     ) -> TargetOutput:
         """One pass over the tokens of all segments, in the order of ``segments``.
 
         Keys and values are written at each segment's positions; a segment attends to its slot's positions before it
         and causally to itself.
 
+        Args:
+            tap_layers: decoder layers whose outputs are wanted.
+            logit_rows: flat tokens, 0 to ``N - 1``, whose `logits` are wanted.
+
         Raises:
             ValueError: if the segments do not add up to ``N`` tokens, do not continue their slots or do not fit, or a
-                tap layer does not exist. Nothing is written then.
+                tap layer or a row does not exist. Nothing is written then.
         """
         ...
 
@@ -175,10 +189,16 @@ class Target(Protocol):
 
 
 def check_pass(
-    token_ids_N: torch.Tensor, segments: Sequence[Segment], tap_layers: Sequence[int], num_layers: int
+    token_ids_N: torch.Tensor,
+    segments: Sequence[Segment],
+    tap_layers: Sequence[int],
+    logit_rows: Sequence[int],
+    num_layers: int,
 ) -> None:
-    """Raise ValueError unless ``segments`` hold exactly these tokens and every tap layer exists."""
+    """Raise ValueError unless ``segments`` hold exactly these tokens and every tap layer and row exists."""
     if (tokens := sum(segment.length for segment in segments)) != len(token_ids_N):
         raise ValueError(f"segments hold {tokens} tokens, token_ids {len(token_ids_N)}")
     if missing := [layer for layer in tap_layers if not 0 <= layer < num_layers]:
         raise ValueError(f"tap layers {missing} do not exist: the target has layers 0 to {num_layers - 1}")
+    if logit_rows and not 0 <= min(logit_rows) <= max(logit_rows) < tokens:
+        raise ValueError(f"logit_rows {list(logit_rows)} are not all among the pass's tokens, 0 to {tokens - 1}")

@@ -164,12 +164,17 @@ class TransformersTarget:
 
     @torch.inference_mode()
     def forward(
-        self, token_ids_N: torch.Tensor, segments: Sequence[Segment], cache: TargetCache, tap_layers: Sequence[int] = ()
+        self,
+        token_ids_N: torch.Tensor,
+        segments: Sequence[Segment],
+        cache: TargetCache,
+        tap_layers: Sequence[int] = (),
+        logit_rows: Sequence[int] = (),
     ) -> TargetOutput:
         """One pass over the tokens of all segments (see :meth:`dspark.models.target.Target.forward`)."""
         segments = list(segments)
         c = self._config
-        check_pass(token_ids_N, segments, tap_layers, c.num_layers)
+        check_pass(token_ids_N, segments, tap_layers, logit_rows, c.num_layers)
         if not isinstance(cache, SlotCache):
             raise TypeError(f"the cache is a {type(cache).__name__} of another target; take one from new_cache")
         cache.reserve(segments)
@@ -187,7 +192,12 @@ class TransformersTarget:
                 hidden[index] = hidden_RQH[row, : segments[index].length]
                 if taps_RQT is not None:
                     taps[index] = taps_RQT[row, : segments[index].length]
-        return TargetOutput(hidden_NH=torch.cat(hidden), taps_NT=torch.cat(taps) if tap_layers else None)
+        hidden_NH = torch.cat(hidden)
+        return TargetOutput(
+            hidden_NH=hidden_NH,
+            taps_NT=torch.cat(taps) if tap_layers else None,
+            logits_MV=self.logits(hidden_NH[list(logit_rows)]) if logit_rows else None,
+        )
 
     def _run(
         self, ids_RQ: torch.Tensor, slots: Sequence[int], start: int, cache: SlotCache, tap_layers: Sequence[int]

@@ -21,18 +21,43 @@ the best choice of K tokens. The rules differ in nothing but where K comes from:
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 
+from dspark.scheduling import compiled
 from dspark.scheduling.batch import FloatArray, IntArray, StepBatch
 from dspark.scheduling.cost import StepCost
 
-__all__ = ["Stop", "best_draft", "first_stop", "global_maximum", "ranked_survivals", "throughput", "verify_lengths"]
+__all__ = [
+    "BestDraft",
+    "Stop",
+    "best_draft",
+    "first_stop",
+    "global_maximum",
+    "ranked_survivals",
+    "throughput",
+    "verify_lengths",
+]
 
-BoolArray = npt.NDArray[np.bool_]
-Stop = Callable[[FloatArray, BoolArray | None], IntArray]
+Stop = Callable[[FloatArray], int]
 """`first_stop` or `global_maximum`."""
+
+
+class BestDraft(NamedTuple):
+    """What a step drafts best.
+
+    Attributes:
+        throughput: Theta in tokens per second.
+        length: of the drafts, the shortest of equal ones.
+        budget: K.
+        plain_throughput: Theta of the step without drafts.
+    """
+
+    throughput: float
+    length: int
+    budget: int
+    plain_throughput: float
 
 
 def ranked_survivals(survivals_RG: FloatArray, lengths_R: IntArray) -> FloatArray:
@@ -53,70 +78,50 @@ def throughput(ranked_N: FloatArray, batch: StepBatch, draft_lengths_R: IntArray
     return committed_K / (_verify_seconds(ranked_N.size, batch, cost) + cost.drafting_seconds(draft_lengths_R))
 
 
-def best_draft(survivals_RG: FloatArray, batch: StepBatch, cost: StepCost, stop: Stop) -> tuple[float, int, int]:
+def best_draft(survivals_RG: FloatArray, batch: StepBatch, cost: StepCost, stop: Stop) -> BestDraft:
     """The largest Theta of steps whose drafts have 1, 2, ... G tokens at most, as far as requests can use them.
 
     Each length has its own ranking, that of all tokens without those behind it, and ``stop`` finds its K.
-
-    Returns:
-        Theta in tokens per second, the length (of equal ones the shortest), and K.
 
     Raises:
         ValueError: there is no position to draft.
     """
     if survivals_RG.shape[1] == 0:
         raise ValueError("survivals_RG has no positions: there is nothing to draft")
-    is_drafted_RG = np.arange(survivals_RG.shape[1]) < batch.draftable_R[:, None]
-    survival_N, position_N = survivals_RG[is_drafted_RG], np.nonzero(is_drafted_RG)[1]
-    order_N = np.argsort(-survival_N)
-    survival_N, position_N = survival_N[order_N], position_N[order_N]
-    lengths_G = np.arange(1, survivals_RG.shape[1] + 1)
-    is_ranked_GN = position_N < lengths_G[:, None]
-    verified_GK = np.zeros((lengths_G.size, survival_N.size + 1), np.int64)
-    np.cumsum(is_ranked_GN, axis=1, out=verified_GK[:, 1:])
-    committed_GK = np.zeros(verified_GK.shape)
-    np.cumsum(np.where(is_ranked_GN, survival_N, 0.0), axis=1, out=committed_GK[:, 1:])
-    committed_GK += batch.num_requests
-    requests = int(np.count_nonzero(batch.draftable_R))
-    draft_seconds_G = cost.draft_seconds(requests, lengths_G) + cost.schedule_seconds
-    seconds_GK = _verify_seconds(survival_N.size, batch, cost)[verified_GK] + draft_seconds_G[:, None]
-    theta_GK = np.where(verified_GK <= batch.most_verified(survival_N.size), committed_GK / seconds_GK, -np.inf)
-    stop_G = stop(theta_GK, is_ranked_GN)
-    best_G = theta_GK[np.arange(lengths_G.size), stop_G]
-    best = int(best_G.argmax())
-    return float(best_G[best]), int(lengths_G[best]), int(verified_GK[best, stop_G[best]])
+    theta, length, budget, plain_theta = compiled.best_draft(
+        survivals_RG,
+        batch.draftable_R,
+        (batch.num_requests, batch.context_tokens, batch.prefill_tokens),
+        cost.rates,
+        cost.verify.table,
+        cost.draft_table(sum(length > 0 for length in batch.draftable_R.tolist())),
+        cost.draft_ratio,
+        cost.schedule_seconds,
+        -1 if batch.token_limit is None else batch.most_verified(batch.token_limit),
+        stop is first_stop,
+    )
+    return BestDraft(throughput=theta, length=length, budget=budget, plain_throughput=plain_theta)
 
 
 def _verify_seconds(num_drafted: int, batch: StepBatch, cost: StepCost) -> FloatArray:
     """Of K = 0..N draft tokens."""
-    return cost.verify_seconds(
-        np.arange(num_drafted + 1),
+    return cost.verify_seconds_up_to(
+        num_drafted,
         requests=batch.num_requests,
         context_tokens=batch.context_tokens,
         prefill_tokens=batch.prefill_tokens,
     )
 
 
-def first_stop(theta_XK: FloatArray, is_ranked_XN: BoolArray | None = None) -> IntArray:
-    """Algorithm 1: the number of admissions before the first that does not raise Theta, ``[X]``.
-
-    Args:
-        is_ranked_XN: False for what is passed over, with the Theta of the admissions before it.
-    """
-    goes_on_XN = theta_XK[..., 1:] > theta_XK[..., :-1]
-    if is_ranked_XN is not None:
-        goes_on_XN |= ~is_ranked_XN
-    return np.asarray(np.where(goes_on_XN.all(axis=-1), goes_on_XN.shape[-1], _first_false(goes_on_XN)))
+def first_stop(theta_K: FloatArray) -> int:
+    """Algorithm 1: the number of admissions before the first that does not raise Theta."""
+    goes_on_N = theta_K[1:] > theta_K[:-1]
+    return goes_on_N.size if goes_on_N.all() else int(goes_on_N.argmin())
 
 
-def global_maximum(theta_XK: FloatArray, is_ranked_XN: BoolArray | None = None) -> IntArray:
-    """Section 5.2: the K of the largest Theta, the smallest such K, ``[X]``."""
-    return np.asarray(theta_XK.argmax(axis=-1), np.int64)
-
-
-def _first_false(flags_XN: BoolArray) -> IntArray:
-    """Its place, anywhere if there is none."""
-    return flags_XN.argmin(axis=-1) if flags_XN.shape[-1] else np.zeros(flags_XN.shape[:-1], np.int64)
+def global_maximum(theta_K: FloatArray) -> int:
+    """Section 5.2: the K of the largest Theta, the smallest such K."""
+    return int(theta_K.argmax())
 
 
 def verify_lengths(survivals_RG: FloatArray, lengths_R: IntArray, count: int) -> IntArray:
@@ -125,15 +130,6 @@ def verify_lengths(survivals_RG: FloatArray, lengths_R: IntArray, count: int) ->
     All are if there are no more than ``count``. Ties go to the earlier position, then to the earlier row: nothing that
     depends on the token drawn at a position decides about it.
     """
-    num_requests, width = survivals_RG.shape
-    is_drafted_GR = np.arange(width)[:, None] < lengths_R
-    if count >= int(lengths_R.sum()):
-        return lengths_R.copy()
-    if count <= 0:
-        return np.zeros(num_requests, np.int64)
-    ranked_N = survivals_RG.T[is_drafted_GR]  # by position, then slot
-    slot_N = np.broadcast_to(np.arange(num_requests), is_drafted_GR.shape)[is_drafted_GR]
-    last = np.partition(ranked_N, ranked_N.size - count)[ranked_N.size - count]
-    above = slot_N[ranked_N > last]
-    level = slot_N[ranked_N == last][: count - above.size]
-    return np.bincount(above, minlength=num_requests) + np.bincount(level, minlength=num_requests)
+    verified_R = np.empty(lengths_R.shape, np.int64)
+    compiled.verified(survivals_RG, lengths_R, count, verified_R)
+    return verified_R

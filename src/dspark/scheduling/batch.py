@@ -12,6 +12,8 @@ from functools import cached_property
 import numpy as np
 import numpy.typing as npt
 
+from dspark.scheduling import compiled
+
 __all__ = ["Drafts", "FloatArray", "IntArray", "StepBatch", "survival"]
 
 IntArray = npt.NDArray[np.int64]
@@ -29,17 +31,17 @@ def survival(confidences_RG: npt.ArrayLike, lengths_R: npt.ArrayLike) -> FloatAr
     confidences, lengths = np.asarray(confidences_RG, np.float64), np.asarray(lengths_R, np.int64)
     if confidences.ndim != 2 or lengths.shape != confidences.shape[:1]:
         raise ValueError(f"confidences_RG {confidences.shape} and lengths_R {lengths.shape} do not fit: [R, G] and [R]")
-    if lengths.size and not 0 <= lengths.min() <= lengths.max() <= confidences.shape[1]:
+    survivals_RG = np.empty(confidences.shape)
+    wrong: int = compiled.survivals(np.ascontiguousarray(confidences), np.ascontiguousarray(lengths), survivals_RG)
+    if wrong == -2:
         raise ValueError(f"lengths_R has a length outside 0..{confidences.shape[1]}, the positions of confidences_RG")
-    is_drafted = np.arange(confidences.shape[1]) < lengths[:, None]
-    is_wrong = is_drafted & ~((confidences >= 0.0) & (confidences <= 1.0))  # NaN fails both
-    if is_wrong.any():
-        row, position = np.argwhere(is_wrong)[0]
+    if wrong >= 0:
+        row, position = divmod(wrong, confidences.shape[1])
         raise ValueError(
             f"confidences_RG[{row}, {position}] is {confidences[row, position]}, not a probability: "
             "give calibrated confidences (0 to 1), not logits"
         )
-    return np.where(is_drafted, np.cumprod(np.where(is_drafted, confidences, 0.0), axis=1), 0.0)
+    return survivals_RG
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -73,8 +75,8 @@ class StepBatch:
             raise ValueError(f"own_policies_R has {len(self.own_policies_R)} names; give one for each of request_ids_R")
         if len(set(self.request_ids_R.tolist())) != self.num_requests:
             raise ValueError("request_ids_R names a request twice; each request has one row")
-        if (self.draftable_R < 0).any():
-            raise ValueError(f"draftable_R must not be negative, got {int(self.draftable_R.min())}")
+        if (least := min(self.draftable_R.tolist(), default=0)) < 0:
+            raise ValueError(f"draftable_R must not be negative, got {least}")
         for name in ("step", "context_tokens", "prefill_tokens"):
             if getattr(self, name) < 0:
                 raise ValueError(f"{name} must not be negative, got {getattr(self, name)}")
@@ -143,14 +145,24 @@ class Drafts:
 
 
 def frozen_ints(values: npt.ArrayLike) -> IntArray:
-    """A read-only int64 copy."""
-    array = np.array(values, np.int64)
+    """A read-only int64 array: a copy, unless it is one."""
+    if isinstance(values, np.ndarray) and values.dtype == np.int64 and _is_frozen(values):
+        return values
+    array = np.array(values, np.int64, order="C")
     array.flags.writeable = False
     return array
 
 
 def frozen_floats(values: npt.ArrayLike) -> FloatArray:
-    """A read-only float64 copy."""
-    array = np.array(values, np.float64)
+    """A read-only float64 array: a copy, unless it is one."""
+    if isinstance(values, np.ndarray) and values.dtype == np.float64 and _is_frozen(values):
+        return values
+    array = np.array(values, np.float64, order="C")
     array.flags.writeable = False
     return array
+
+
+def _is_frozen(values: npt.NDArray[np.generic]) -> bool:
+    """Whether nobody can write to it, and compiled code can read it."""
+    flags = values.flags
+    return flags.owndata and not flags.writeable and flags.c_contiguous

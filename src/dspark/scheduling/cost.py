@@ -7,12 +7,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import dataclass, field, replace
+from itertools import accumulate
+from typing import Any, NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 
+from dspark.scheduling import compiled
 from dspark.scheduling.batch import FloatArray, IntArray
 from dspark.scheduling.curve import MeasuredCurve
 
@@ -73,6 +74,13 @@ class StepSeconds:
         return self.draft + self.schedule + self.verify
 
 
+class _DraftTables(NamedTuple):
+    """``StepCost.draft_table`` of the curves that it comes from."""
+
+    of: Mapping[int, MeasuredCurve]
+    by_requests: dict[int, tuple[FloatArray, FloatArray]]
+
+
 @dataclass(frozen=True, kw_only=True)
 class StepCost:
     """Seconds of draft, schedule, verify and prefill.
@@ -102,8 +110,12 @@ class StepCost:
     schedule_seconds: float = 0.0
     verify_ratio: float = 1.0
     draft_ratio: float = 1.0
+    _draft_tables: _DraftTables | None = field(default=None, repr=False, compare=False)
+    """Looked up before; a corrected copy keeps them."""
 
     def __post_init__(self) -> None:
+        if self._draft_tables is None or self._draft_tables.of is not self.draft:
+            object.__setattr__(self, "_draft_tables", _DraftTables(self.draft, {}))
         if not self.draft or min(self.draft) < 1 or list(self.draft) != sorted(self.draft):
             raise ValueError(f"draft has block lengths {list(self.draft)}: give at least one, increasing, from 1 token")
         for name in (*_SLOPES, "schedule_seconds"):
@@ -141,54 +153,67 @@ class StepCost:
             curves.setdefault(draft_point.block_length, []).append((draft_point.requests, draft_point.seconds))
         return cls(
             verify=MeasuredCurve.through(left_over),
-            **dict(zip(_SLOPES, slopes, strict=True)),
+            seconds_per_request=slopes[0],
+            seconds_per_context_token=slopes[1],
+            seconds_per_attended_token=slopes[2],
             draft={length: MeasuredCurve.through(curves[length]) for length in sorted(curves)},
             prefill=MeasuredCurve.through((p.tokens, p.seconds) for p in prefill),
             schedule_seconds=schedule_seconds,
         )
 
-    def verify_seconds(
-        self, draft_tokens: npt.ArrayLike, *, requests: int, context_tokens: int, prefill_tokens: int = 0
+    def verify_seconds_up_to(
+        self, most: int, *, requests: int, context_tokens: int, prefill_tokens: int = 0
     ) -> FloatArray:
-        """Seconds of the target's pass over the anchors of ``requests`` and each of ``draft_tokens``.
+        """Seconds of the target's pass over the anchors of ``requests`` and 0, 1, ... ``most`` draft tokens.
 
-        Prompt tokens shift the place on the curve (``draft_tokens`` cost what they cost on top of them), but what they
-        cost alone is not in it: that is ``prefill_seconds``.
+        Prompt tokens shift the place on the curve (draft tokens cost what they cost on top of them), but what they cost
+        alone is not in it: that is ``prefill_seconds``. How many of the tokens are whose is not known yet: each
+        attends to the mean context.
         """
-        before = requests + prefill_tokens
-        tokens = requests + np.asarray(draft_tokens)
-        base = self.verify(before + np.asarray(draft_tokens))
-        if prefill_tokens > 0:
-            base = base - self.verify(before) + self.verify(max(requests, 1))
-        # How many of the tokens are whose is not known yet: each sees the mean context.
-        attended_tokens = tokens * (context_tokens / max(requests, 1))
-        extra = (
-            self.seconds_per_request * requests
-            + self.seconds_per_context_token * context_tokens
-            + self.seconds_per_attended_token * attended_tokens
+        seconds_K = np.empty(most + 1)
+        compiled.verify_seconds((requests, context_tokens, prefill_tokens), self.rates, self.verify.table, seconds_K)
+        return seconds_K
+
+    def verify_seconds(
+        self, draft_tokens: int, *, requests: int, context_tokens: int, prefill_tokens: int = 0
+    ) -> float:
+        """Seconds of one such pass (``verify_seconds_up_to``)."""
+        seconds_K = self.verify_seconds_up_to(
+            draft_tokens, requests=requests, context_tokens=context_tokens, prefill_tokens=prefill_tokens
         )
-        return self.verify_ratio * (base + extra)
+        return float(seconds_K[-1])
 
     def prefill_seconds(self, tokens: int) -> float:
         """Seconds that ``tokens`` prompt tokens add to a step."""
         return self.verify_ratio * self.prefill.at(tokens) if tokens > 0 else 0.0
 
-    def draft_seconds(self, requests: int, block_length: npt.ArrayLike) -> FloatArray:
-        """Seconds of drafting ``block_length`` tokens for each of ``requests``; one for each of several lengths."""
-        lengths = np.asarray(block_length, np.float64)
+    @property
+    def rates(self) -> tuple[float, float, float, float]:
+        """What compiled code knows of ``verify_seconds``, beside the curve and the load."""
+        per_token = self.seconds_per_context_token, self.seconds_per_attended_token
+        return self.seconds_per_request, *per_token, self.verify_ratio
+
+    def draft_table(self, requests: int) -> tuple[FloatArray, FloatArray]:
+        """Block lengths from 0 on, and seconds of drafting these for so many requests, before the correction."""
+        assert self._draft_tables is not None, "it was made with the object"
+        tables = self._draft_tables.by_requests
+        if requests not in tables:
+            seconds = accumulate((curve.at(requests) for curve in self.draft.values()), max)
+            tables[requests] = np.array([0, *self.draft], np.float64), np.array([0.0, *seconds])
+        return tables[requests]
+
+    def draft_seconds(self, requests: int, block_length: int) -> float:
+        """Seconds of drafting ``block_length`` tokens for each of ``requests``."""
         if requests <= 0:
-            return np.zeros_like(lengths)
-        known = np.array([0, *self.draft], np.float64)
-        at_known = np.maximum.accumulate([0.0, *(curve.at(requests) for curve in self.draft.values())])
-        beyond = np.maximum(lengths / known[-1], 1.0)
-        return np.asarray(self.draft_ratio * np.interp(lengths, known, at_known) * beyond)
+            return 0.0
+        return float(self.draft_ratio * compiled.draft_seconds(block_length, *self.draft_table(requests)))
 
     def drafting_seconds(self, draft_lengths_R: IntArray) -> float:
         """Seconds of draft and schedule for blocks of these lengths; 0 if nothing is drafted."""
         requests = int(np.count_nonzero(draft_lengths_R))
         if requests == 0:
             return 0.0
-        return float(self.draft_seconds(requests, draft_lengths_R.max())) + self.schedule_seconds
+        return self.draft_seconds(requests, int(draft_lengths_R.max())) + self.schedule_seconds
 
     def corrected(self, predicted: StepSeconds, measured: StepSeconds) -> StepCost:
         """The cost after one more measured step: an average of the logarithm of the ratio, slow and within bounds."""
@@ -231,7 +256,12 @@ class StepCost:
             verify=_curve(values["verify"], "verify"),
             draft=dict(sorted(draft.items())),
             prefill=_curve(values["prefill"], "prefill"),
-            **{name: float(values[name]) for name in names},
+            seconds_per_request=float(values["seconds_per_request"]),
+            seconds_per_context_token=float(values["seconds_per_context_token"]),
+            seconds_per_attended_token=float(values["seconds_per_attended_token"]),
+            schedule_seconds=float(values["schedule_seconds"]),
+            verify_ratio=float(values["verify_ratio"]),
+            draft_ratio=float(values["draft_ratio"]),
         )
 
 

@@ -11,6 +11,7 @@ from functools import cached_property
 import numpy as np
 import numpy.typing as npt
 
+from dspark.scheduling import compiled
 from dspark.scheduling.batch import FloatArray
 
 __all__ = ["MeasuredCurve", "isotonic", "measure_curve"]
@@ -59,10 +60,10 @@ class MeasuredCurve:
 
     def __call__(self, sizes: npt.ArrayLike) -> FloatArray:
         """Seconds at each of ``sizes``."""
-        asked = np.asarray(sizes, np.float64)
-        known_sizes, known_seconds, slope = self._table
-        inside = np.interp(asked, known_sizes, known_seconds)
-        return np.asarray(inside + slope * np.maximum(asked - known_sizes[-1], 0.0))
+        asked = np.ascontiguousarray(sizes, np.float64)
+        seconds = np.empty(asked.shape)
+        compiled.curve_at(asked.reshape(-1), *self.table, seconds.reshape(-1))
+        return seconds.reshape(np.shape(sizes))
 
     def at(self, size: int) -> float:
         """Seconds at one size; it is looked up when asked for again."""
@@ -75,8 +76,8 @@ class MeasuredCurve:
         return {}
 
     @cached_property
-    def _table(self) -> tuple[FloatArray, FloatArray, float]:
-        """Sizes, seconds, slope above the last."""
+    def table(self) -> tuple[FloatArray, FloatArray, float]:
+        """Sizes, seconds, slope above the last: what compiled code knows of it."""
         sizes, seconds = np.array(self.sizes, np.float64), np.array(self.seconds)
         if sizes.size == 1:
             return sizes, seconds, float(seconds[0] / sizes[0])

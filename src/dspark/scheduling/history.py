@@ -9,10 +9,10 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 
 import numpy as np
-import numpy.typing as npt
 
+from dspark.scheduling import compiled
 from dspark.scheduling.batch import Drafts, FloatArray, IntArray, StepBatch, frozen_floats, frozen_ints
-from dspark.scheduling.correction import Correction, rows_of
+from dspark.scheduling.correction import Correction
 
 __all__ = ["DELAY_STEPS", "History", "PastSurvivals"]
 
@@ -69,7 +69,11 @@ class PastSurvivals:
         so does a position that the request had not drafted. What no request had drafted is expected to fail (0).
         Outcomes are not in it (`Correction`).
         """
-        return self._expected(batch.request_ids_R, batch.draftable_R)[0]
+        expected_RG = np.empty((batch.num_requests, int(batch.draftable_R.max(initial=0))))
+        compiled.expected(
+            self.request_ids_R, self.lengths_R, self.survivals_RG, batch.request_ids_R, batch.draftable_R, expected_RG
+        )
+        return expected_RG
 
     def is_of_the_requests_of(self, batch: StepBatch) -> bool:
         """Whether the same requests were there, and no others."""
@@ -77,21 +81,12 @@ class PastSurvivals:
 
     def averaged_with(self, before: PastSurvivals) -> PastSurvivals:
         """These survivals, averaged with those of the steps before: the newest count most."""
-        expected_RG, is_known_G = before._expected(self.request_ids_R, self.lengths_R)
-        current_RG = _columns(self.survivals_RG, expected_RG.shape[1])
-        averaged_RG = np.where(is_known_G, _NEWEST * current_RG + (1.0 - _NEWEST) * expected_RG, current_RG)
-        return replace(self, survivals_RG=np.minimum.accumulate(averaged_RG, axis=1))
-
-    def _expected(self, request_ids_R: IntArray, lengths_R: IntArray) -> tuple[FloatArray, npt.NDArray[np.bool_]]:
-        """What to expect of these requests [R, G], and which positions [G] any request had drafted."""
-        width = int(lengths_R.max(initial=0))
-        known_OG = _columns(self.survivals_RG, width)
-        is_known_OG = np.arange(width) < self.lengths_R[:, None]
-        mean_G = (known_OG * is_known_OG).sum(axis=0) / np.maximum(is_known_OG.sum(axis=0), 1)
-        row_R, was_there_R = rows_of(self.request_ids_R, request_ids_R)
-        own_RG = was_there_R[:, None] & is_known_OG[row_R]
-        expected_RG = np.minimum.accumulate(np.where(own_RG, known_OG[row_R], mean_G), axis=1)
-        return np.where(np.arange(width) < lengths_R[:, None], expected_RG, 0.0), np.asarray(is_known_OG.any(axis=0))
+        averaged_RG = np.empty((self.request_ids_R.size, int(self.lengths_R.max(initial=0))))
+        compiled.moved_average(
+            before.request_ids_R, before.lengths_R, before.survivals_RG,
+            self.request_ids_R, self.lengths_R, self.survivals_RG, _NEWEST, averaged_RG,
+        )  # fmt: skip
+        return replace(self, survivals_RG=averaged_RG)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -138,11 +133,3 @@ class History:
         if before is not None and before.is_followed is not (made is not None):
             before = replace(before, is_followed=made is not None)
         return History(past=before, last=made)
-
-
-def _columns(values_RG: FloatArray, width: int) -> FloatArray:
-    """The first ``width`` columns, filled up with 0."""
-    columns_RG = np.zeros((values_RG.shape[0], width))
-    kept = min(width, values_RG.shape[1])
-    columns_RG[:, :kept] = values_RG[:, :kept]
-    return columns_RG

@@ -94,7 +94,7 @@ class StepPlan:
     @property
     def drafts(self) -> bool:
         """Whether the drafter runs."""
-        return bool(self.draft_lengths_R.any())
+        return any(self.draft_lengths_R.tolist())
 
 
 class Policy(Protocol):
@@ -273,10 +273,11 @@ def _plan(batch: StepBatch, past: PastSurvivals | None, cost: StepCost, stop: St
         return StepPlan(batch=batch, draft_lengths_R=np.zeros_like(batch.draftable_R), why="parked")
     log_odds_R = past.correction.log_odds_of(batch.request_ids_R)
     survivals_RG = corrected_survivals(past.expected_for(batch), log_odds_R)
-    best, length, budget = best_draft(survivals_RG, batch, cost, stop)
-    if best > throughput(np.empty(0), batch, np.zeros_like(batch.draftable_R), cost)[0]:
+    best = best_draft(survivals_RG, batch, cost, stop)
+    budget = best.budget
+    if best.throughput > best.plain_throughput:
         # One more than pays: what its survival is has to be known if it is to be drafted again one day.
-        lengths_R = np.minimum(batch.draftable_R, length + 1)
+        lengths_R = np.minimum(batch.draftable_R, best.length + 1)
         return StepPlan(batch=batch, draft_lengths_R=lengths_R, budget=budget, log_odds_R=log_odds_R, why="pays")
     if is_probe:
         return StepPlan(
@@ -292,7 +293,7 @@ def _verify_lengths(plan: StepPlan, drafts: Drafts, cost: StepCost) -> IntArray:
     if plan.log_odds_R is not None:
         survivals_RG = corrected_survivals(survivals_RG, plan.log_odds_R)
     if budget is None:
-        budget = int(first_stop(_theta(survivals_RG, drafts.lengths_R, plan.batch, cost)))
+        budget = first_stop(_theta(survivals_RG, drafts.lengths_R, plan.batch, cost))
     if plan.why == "probe":
         budget = max(budget, plan.batch.most_verified(_PROBED_TOKENS))
     return verify_lengths(survivals_RG, drafts.lengths_R, min(budget, drafts.num_drafted))
@@ -306,7 +307,7 @@ def _theta(survivals_RG: FloatArray, lengths_R: IntArray, batch: StepBatch, cost
 
 def predicted_seconds(plan: StepPlan, num_verified: int, cost: StepCost) -> StepSeconds:
     """Seconds of the planned step with ``num_verified`` draft tokens, prompt tokens included."""
-    batch = plan.batch
+    batch, lengths = plan.batch, plan.draft_lengths_R.tolist()
     verify = cost.verify_seconds(
         num_verified,
         requests=batch.num_requests,
@@ -314,18 +315,19 @@ def predicted_seconds(plan: StepPlan, num_verified: int, cost: StepCost) -> Step
         prefill_tokens=batch.prefill_tokens,
     )
     return StepSeconds(
-        draft=float(
-            cost.draft_seconds(int(np.count_nonzero(plan.draft_lengths_R)), plan.draft_lengths_R.max(initial=0))
-        ),
+        draft=cost.draft_seconds(sum(length > 0 for length in lengths), max(lengths, default=0)),
         schedule=cost.schedule_seconds if plan.drafts else 0.0,
-        verify=float(verify) + cost.prefill_seconds(batch.prefill_tokens),
+        verify=verify + cost.prefill_seconds(batch.prefill_tokens),
     )
 
 
 def _check(plan: StepPlan, drafts: Drafts) -> None:
-    if drafts.step != plan.batch.step or not np.array_equal(drafts.request_ids_R, plan.batch.request_ids_R):
+    drafted_ids_R, planned_ids_R = drafts.request_ids_R, plan.batch.request_ids_R
+    is_same = drafted_ids_R is planned_ids_R or np.array_equal(drafted_ids_R, planned_ids_R)
+    if drafts.step != plan.batch.step or not is_same:
         raise ValueError(f"drafts of step {drafts.step} are not those of the planned step {plan.batch.step}")
-    if (drafts.lengths_R > plan.draft_lengths_R).any():
+    lengths = zip(drafts.lengths_R.tolist(), plan.draft_lengths_R.tolist(), strict=True)
+    if any(drafted > planned for drafted, planned in lengths):
         raise ValueError("drafts are longer than planned: lengths_R must not exceed draft_lengths_R of the plan")
 
 

@@ -43,7 +43,8 @@ class StepRecord:
         object.__setattr__(self, "verify_lengths_R", frozen_ints(self.verify_lengths_R))
         if self.accepted_R is not None:
             object.__setattr__(self, "accepted_R", frozen_ints(self.accepted_R))
-            if (self.accepted_R > self.verify_lengths_R).any():
+            accepted_and_verified = zip(self.accepted_R.tolist(), self.verify_lengths_R.tolist(), strict=True)
+            if any(accepted > verified for accepted, verified in accepted_and_verified):
                 raise ValueError("accepted_R exceeds verify_lengths_R: only what is verified can be accepted")
 
     def as_dict(self) -> dict[str, Any]:

@@ -124,6 +124,7 @@ def test_a_target_that_overflows_is_an_error(
         return TargetOutput(
             hidden_NH=broken if where == "hidden" else output.hidden_NH,
             taps_NT=broken if where == "taps" else output.taps_NT,
+            logits_MV=output.logits_MV,
         )
 
     model: Any = Changed(target.model, forward=forward)
