@@ -79,14 +79,14 @@ class PastSurvivals:
         """Whether the same requests were there, and no others."""
         return set(batch.request_ids_R.tolist()) == set(self.request_ids_R.tolist())
 
-    def averaged_with(self, before: PastSurvivals) -> PastSurvivals:
-        """These survivals, averaged with those of the steps before: the newest count most."""
-        averaged_RG = np.empty((self.request_ids_R.size, int(self.lengths_R.max(initial=0))))
+    def averaged_with(self, drafts: Drafts) -> FloatArray:
+        """Survivals of ``drafts``, averaged with these of the steps before: the newest count most."""
+        averaged_RG = np.empty((drafts.request_ids_R.size, int(drafts.lengths_R.max(initial=0))))
         compiled.moved_average(
-            before.request_ids_R, before.lengths_R, before.survivals_RG,
-            self.request_ids_R, self.lengths_R, self.survivals_RG, _NEWEST, averaged_RG,
+            self.request_ids_R, self.lengths_R, self.survivals_RG,
+            drafts.request_ids_R, drafts.lengths_R, drafts.survivals_RG, _NEWEST, averaged_RG,
         )  # fmt: skip
-        return replace(self, survivals_RG=averaged_RG)
+        return averaged_RG
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -125,11 +125,9 @@ class History:
                 step=drafts.step,
                 request_ids_R=drafts.request_ids_R,
                 lengths_R=drafts.lengths_R,
-                survivals_RG=drafts.survivals_RG,
+                survivals_RG=drafts.survivals_RG if before is None else before.averaged_with(drafts),
                 correction=correction,
             )
-            if before is not None:
-                made = made.averaged_with(before)
         if before is not None and before.is_followed is not (made is not None):
             before = replace(before, is_followed=made is not None)
         return History(past=before, last=made)
