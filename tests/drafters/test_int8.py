@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import copy
+import gc
+import pickle
 from collections.abc import Callable
 from pathlib import Path
 
@@ -286,3 +289,20 @@ def test_int8_context_still_waits_after_an_error(
             drafter.propose(cache, [0], torch.tensor([9]), greedy(1))
     assert cache.num_waiting == 12
     assert torch.equal(drafter.propose(cache, [0], torch.tensor([9]), greedy(1)).tokens_RG, expected.tokens_RG)
+
+
+@pytest.mark.parametrize("is_pickled", [False, True])
+def test_a_copy_drafts_from_its_own_weights(is_pickled: bool, drafter_of: DrafterOf, context_of: ContextOf) -> None:
+    drafter = wide(drafter_of, "vanilla", reduced=True)
+    drafter.compute_in_int8()
+    contexts = {1: context_of(drafter, 20)}
+    before, _ = forced(drafter, contexts, [7])
+    copied = pickle.loads(pickle.dumps(drafter)) if is_pickled else copy.deepcopy(drafter)
+    for tensor in (*drafter.parameters(), *drafter.buffers()):
+        tensor.data.zero_()
+    computation = drafter._computation
+    computation._kernel._weights.lm_head.packed.zero_()
+    del drafter, computation
+    gc.collect()
+    after, _ = forced(copied, contexts, [7])
+    torch.testing.assert_close(after, before, atol=0, rtol=0)

@@ -91,11 +91,12 @@ def draft(
     choices=st.lists(st.sampled_from(CHOICES), min_size=1, max_size=8),
     lengths=st.lists(st.integers(0, MOST_DRAFTED), min_size=8, max_size=8),
     is_reduced=st.booleans(),
+    knows_best=st.booleans(),
     seed=st.integers(0, 1000),
 )
 @settings(max_examples=60)
 def test_each_row_gets_what_it_gets_alone(
-    choices: list[SamplingSettings], lengths: list[int], is_reduced: bool, seed: int
+    choices: list[SamplingSettings], lengths: list[int], is_reduced: bool, knows_best: bool, seed: int
 ) -> None:
     """Two rounds, so that positions, histories and random numbers have to be right as well."""
     columns_D = COLUMNS if is_reduced else None
@@ -119,7 +120,8 @@ def test_each_row_gets_what_it_gets_alone(
             rows.append(VerifyRow(sampling=batch[r], draft_tokens=drafts, draft_probs_LD=probs_LD))
             single_rows.append(VerifyRow(sampling=alone[r], draft_tokens=drafts, draft_probs_LD=probs_LD))
             logits.append(target_of(logits_RGD[r, :length], columns_D, seed + r))
-        accepted = verify_rows(rows, torch.cat(logits))
+        logits_NV = torch.cat(logits)
+        accepted = verify_rows(rows, logits_NV, logits_NV.argmax(dim=-1).tolist() if knows_best else None)
         assert accepted == [verify_rows([row], part)[0] for row, part in zip(single_rows, logits, strict=True)]
         for r, acceptance in enumerate(accepted):
             committed = [*rows[r].draft_tokens[: acceptance.num_accepted], acceptance.next_token]

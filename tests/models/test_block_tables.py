@@ -141,3 +141,10 @@ def test_places_outside_the_tables_are_an_error(segment: Segment) -> None:
     tables = BlockTables.contiguous(num_slots=3, max_length=80, device=torch.device("cpu"))
     with pytest.raises(IndexError, match=r"outside the tables \(3, 5\)"):
         tables.places([Segment(1, 0, 2), segment])
+
+
+@pytest.mark.parametrize("segments", [[], [Segment(0, 0, -9), Segment(1, 0, 10)]])
+def test_segments_that_hold_no_tokens_have_no_places(segments: list[Segment]) -> None:
+    tables = BlockTables.contiguous(num_slots=3, max_length=80, device=torch.device("cpu"))
+    with pytest.raises(ValueError, match="are none"):
+        tables.places(segments)

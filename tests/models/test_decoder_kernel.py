@@ -298,3 +298,38 @@ def test_rows_that_are_not_in_the_pass_are_refused_before_anything_is_written(ro
     with pytest.raises(ValueError, match=r"logit_rows \[.*\] are not all among the pass's tokens, 0 to 11"):
         model.forward(torch.arange(12), [Segment(0, 0, 12)], cache, logit_rows=rows)
     assert cache.lengths == [0]
+
+
+@needs_instructions
+def test_a_compiled_pass_names_the_most_likely_ids() -> None:
+    model = ours(random_model(CONFIGS["llama"]), "int8")
+    model._lm_head.packed[0, :, :] = model._lm_head.packed[1, :, :]  # each id of the first 32 has an equal
+    output = model.forward(torch.arange(40) % 97, [Segment(0, 0, 40)], model.new_cache(1, LENGTH), (), range(40))
+    assert output.logits_MV is not None
+    assert output.best_M is not None
+    assert output.best_M.tolist() == output.logits_MV.numpy().argmax(-1).tolist()
+    assert output.logits_MV.shape[1] % 32, "columns of padding are no ids"
+
+
+@needs_instructions
+def test_a_softcap_leaves_the_most_likely_ids_to_others() -> None:
+    name = next(name for name in CONFIGS if "softcap" in name)
+    model = ours(random_model(CONFIGS[name]), "int8")
+    output = model.forward(torch.arange(4), [Segment(0, 0, 4)], model.new_cache(1, LENGTH), (), [3])
+    assert output.best_M is None
+
+
+@needs_instructions
+@pytest.mark.parametrize("wrong", [-1, 97])
+def test_ids_outside_the_vocabulary_are_an_error_in_int8(wrong: int) -> None:
+    model = ours(random_model(CONFIGS["llama"]), "int8")
+    with pytest.raises(IndexError, match=r"outside the vocabulary 0\.\.96"):
+        model.forward(torch.tensor([1, wrong]), [Segment(0, 0, 2)], model.new_cache(1, LENGTH))
+
+
+@needs_instructions
+def test_ids_of_another_integer_type_are_read_as_what_they_are() -> None:
+    model = ours(random_model(CONFIGS["llama"]), "int8")
+    ids = torch.tensor([3, 0, 2, 0])
+    first, second = (model.forward(i, [Segment(0, 0, 4)], model.new_cache(1, LENGTH)) for i in (ids, ids.int()))
+    torch.testing.assert_close(first.hidden_NH, second.hidden_NH, atol=0, rtol=0)

@@ -8,6 +8,7 @@ import weakref
 from typing import Any
 
 import pytest
+import torch
 
 from dspark.models import large_pages
 from dspark.models.large_pages import weight_room
@@ -56,3 +57,26 @@ def test_memory_goes_when_nobody_knows_a_part_of_it_any_more(monkeypatch: pytest
     monkeypatch.setattr(large_pages, "_ROOMS", large_pages._Rooms())
     gc.collect()
     assert [reference() is None for reference in maps] == [True, False]
+
+
+def test_what_is_left_of_a_large_chunk_does_not_keep_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    maps: list[weakref.ref[Any]] = []
+
+    class Mapped(mmap.mmap):
+        def __init__(self, *arguments: Any, **options: Any) -> None:
+            maps.append(weakref.ref(self))
+
+    monkeypatch.setattr(mmap, "mmap", Mapped)
+    monkeypatch.setattr(large_pages, "_ROOMS", large_pages._Rooms())
+    room = weight_room(41 << 20)
+    assert room.sum() == 0
+    del room
+    gc.collect()
+    assert [reference() is None for reference in maps] == [True]
+
+
+def test_a_model_made_in_inference_mode_leaves_memory_that_others_can_use(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(large_pages, "_ROOMS", large_pages._Rooms())
+    with torch.inference_mode():
+        weight_room(100)
+    weight_room(100).fill_(1)

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from dspark.scheduling import MeasuredCurve, survival
+from dspark.scheduling import MeasuredCurve, compiled, survival
 from dspark.scheduling.admission import (
     best_draft,
     first_stop,
@@ -162,3 +162,17 @@ def test_the_best_draft_is_that_of_all_drafts_cut_to_a_length(stop, rows, increm
 def test_nothing_to_draft_has_no_best_draft() -> None:
     with pytest.raises(ValueError, match="survivals_RG"):
         best_draft(np.zeros((2, 0)), batch_of([0, 0]), cost_over_tokens([1.0]), global_maximum)
+
+
+def test_lengths_of_other_requests_are_refused() -> None:
+    with pytest.raises(ValueError, match="do not fit"):
+        verify_lengths(np.ones((1, 2)), np.array([1, 1, 2]), 3)
+    with pytest.raises(ValueError, match="survivals_RG has 1 rows, the batch 2 requests"):
+        best_draft(np.ones((1, 2)), batch_of([2, 2]), cost_over_tokens([1.0]), first_stop)
+
+
+@given(st.lists(st.floats(0.0, 1.0), max_size=40))
+def test_values_are_ordered_from_the_largest_on(values: list[float]) -> None:
+    order_N = compiled._descending(np.array(values))
+    assert sorted(order_N.tolist()) == list(range(len(values)))
+    assert [values[n] for n in order_N] == sorted(values, reverse=True)

@@ -182,3 +182,16 @@ def test_corrected_survivals_by_hand() -> None:
     survivals_RG = np.array([[0.5, 0.4, 0.0], [1.0, 0.0, 0.0]])
     expected = [[3 / 4, 3 / 4 * 12 / 13, 0.0], [1.0, 0.0, 0.0]]
     np.testing.assert_allclose(corrected_survivals(survivals_RG, np.log([3.0, 3.0])), expected)
+
+
+def test_what_became_of_other_requests_is_refused() -> None:
+    with pytest.raises(ValueError, match="one number for each of the 2 requests"):
+        Correction().after(drafts_of([[0.9], [0.9]]), np.array([1]), np.array([1]))
+    with pytest.raises(ValueError, match="do not fit"):
+        corrected_survivals(np.ones((2, 2)), np.zeros(1))
+
+
+def test_tokens_behind_the_confidences_teach_nothing() -> None:
+    drafts = drafts_of([[0.9]])
+    one, many = (Correction().after(drafts, np.array([n]), np.array([n])) for n in (1, 10**6))
+    assert many.own_information_R.tolist() == one.own_information_R.tolist()

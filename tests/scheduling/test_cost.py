@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -198,3 +199,11 @@ def test_prompt_tokens_cost_what_they_add() -> None:
     cost = cost_over_tokens(seconds)
     got = cost.verify_seconds(2, requests=3, context_tokens=0, prefill_tokens=4)
     assert got == pytest.approx(81 - 49 + 9)
+
+
+def test_other_draft_curves_are_not_looked_up_in_the_old_ones() -> None:
+    cost = fitted()
+    before = cost.draft_seconds(1, 2)
+    twice = {n: MeasuredCurve(sizes=c.sizes, seconds=tuple(2 * s for s in c.seconds)) for n, c in cost.draft.items()}
+    assert replace(cost, draft=twice).draft_seconds(1, 2) == pytest.approx(2 * before)
+    assert replace(cost, schedule_seconds=0.0).draft_table(1) is cost.draft_table(1)

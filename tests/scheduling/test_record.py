@@ -92,3 +92,10 @@ def test_more_accepted_than_verified_is_refused() -> None:
     record = recorded(Fixed(length=2))[1]
     with pytest.raises(ValueError, match="accepted_R"):
         dataclasses.replace(record, accepted_R=record.verify_lengths_R + 1)
+
+
+@pytest.mark.parametrize("name", ["verify_lengths_R", "accepted_R"])
+def test_numbers_of_other_requests_than_the_batchs_are_refused(name: str) -> None:
+    record = recorded(Fixed(length=2))[1]
+    with pytest.raises(ValueError, match=rf"{name} has shape \(9,\): give one number for each of the batch's"):
+        dataclasses.replace(record, **{name: np.zeros(9, np.int64)})

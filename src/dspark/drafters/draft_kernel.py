@@ -126,7 +126,6 @@ class DraftKernel:
         self._num_inputs, self._block_size = num_inputs, block_size
         self._kernel = _kernel()
         w = weights
-        self._input_arguments = (w.embedding_VH.data_ptr(), w.embedding_VH.dtype == torch.bfloat16, w.mask_token_id)
         self._head_arguments = _addresses(w.lm_head)
         self._draw_arguments = (address(w.draft_token_ids_D), address(w.features_V), *_addresses(w.w2))
         self._confidence_arguments = (address(w.confidence_H), address(w.confidence_V))
@@ -217,7 +216,10 @@ class DraftKernel:
                 probs_RGD[row] = 0.0
         arguments = (
             context,
-            (rows, count, num_inputs, hidden, x_NH.data_ptr(), *self._input_arguments),
+            (
+                rows, count, num_inputs, hidden, x_NH.data_ptr(), weights.embedding_VH.data_ptr(),
+                weights.embedding_VH.dtype == torch.bfloat16, weights.mask_token_id,
+            ),
             layers.arguments,
             (
                 layers.out_NH.data_ptr(), rows, num_inputs, self._block_size, count, hidden, hidden_at, q_at,

@@ -37,8 +37,9 @@ from dspark.scheduling import (
     compiled,
     plan_step,
     predicted_seconds,
+    rehearse,
 )
-from dspark.scheduling.batch import FloatArray, IntArray
+from dspark.scheduling.batch import FloatArray, IntArray, frozen, frozen_floats, frozen_ints
 from dspark.types import Segment
 
 
@@ -120,6 +121,8 @@ class Stepper:
         self._step = 0
         self.policy = policy
         self.cost = cost
+        if drafter is not None:
+            rehearse(policy, cost)
 
     @property
     def acceptance_odds_ratio(self) -> float:
@@ -333,8 +336,12 @@ def _confidences(
     logits = block.confidence_logits_RG
     if not (logits.is_cpu and logits.dtype == torch.float32):
         logits = logits.float().cpu()
-    width = logits.shape[1]
-    confidences_RG = np.zeros((num_rows, width))
+    drafted, width = logits.shape
     temperatures_XG = np.array([choice.confidence_temperatures_G[:width] for choice in choices], np.float64)
-    compiled.confidences(logits.numpy(), temperatures_XG, np.array(drafting, np.int64), confidences_RG)
-    return confidences_RG
+    if temperatures_XG.shape != (drafted, width):
+        raise ValueError(f"the drafter's calibration has {temperatures_XG.shape[-1]} temperatures for {width} tokens")
+    confidences_RG = np.zeros((num_rows, width))
+    compiled.confidences(
+        logits.contiguous().numpy(), frozen_floats(temperatures_XG), frozen_ints(drafting), confidences_RG
+    )
+    return frozen(confidences_RG)

@@ -160,6 +160,8 @@ class BlockTables:
 
     def _find(self, segments: Sequence[Segment]) -> Places:
         # Compiled: operations of torch and numpy on so few numbers take several times as long.
+        if min((segment.length for segment in segments), default=-1) < 0:
+            raise ValueError(f"places are those of tokens, and {list(segments)} are none")
         segments_R3 = np.array([(segment.slot, segment.start, segment.length) for segment in segments], np.int64)
         table_5N = np.empty((5, sum(segment.length for segment in segments)), np.int64)
         if not _layout()(segments_R3, self._host_SB, table_5N):

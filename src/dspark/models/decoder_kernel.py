@@ -482,12 +482,17 @@ def _kernel(source: str = SOURCE) -> Callable[..., bool]:
 
 
 def embed_rows(token_ids_N: torch.Tensor, embedding_VH: torch.Tensor, x_NH: torch.Tensor) -> bool:
-    """Copy the embeddings of tokens, all float32; False, with some rows copied, if an id is outside the vocabulary."""
-    token_ids_N = token_ids_N.contiguous()
+    """Copy the embeddings of tokens, all float32; False, with some rows copied, if an id is outside the vocabulary.
+
+    Raises:
+        ValueError: the ids are on another device.
+    """
+    if not token_ids_N.is_cpu:
+        raise ValueError(f"token_ids_N is on {token_ids_N.device}, and an int8 target on the CPU")
+    token_ids_N = token_ids_N.to(torch.int64).contiguous()
     tokens, (vocab_size, hidden) = token_ids_N.shape[0], embedding_VH.shape
-    return _embedder()(
-        token_ids_N.data_ptr(), tokens, address(embedding_VH), vocab_size, hidden, address(x_NH)
-    )  # fmt: skip
+    arguments = token_ids_N.data_ptr(), tokens, address(embedding_VH), vocab_size, hidden, address(x_NH)
+    return _embedder()(*arguments)
 
 
 @lru_cache

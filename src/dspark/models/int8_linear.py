@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Sequence
 from functools import lru_cache
 from typing import Any
 
@@ -64,9 +65,15 @@ class GroupedInt8Linear:
         numbers = (weight_bcgi / scales_bcg.unsqueeze(-1)).round_().to(torch.int8).view(torch.uint8) ^ 0x80
         numbers = numbers.view(blocks, COLUMNS, groups, GROUP // 4, 4).permute(0, 2, 3, 1, 4)
         scales = scales_bcg.to(torch.bfloat16).transpose(1, 2).contiguous().view(torch.uint8)
-        self.packed = weight_room(blocks * groups * GROUP_BYTES).view(blocks, groups, GROUP_BYTES)
+        self.packed = _packed_room((blocks, groups, GROUP_BYTES))
         self.packed[..., : COLUMNS * GROUP] = numbers.flatten(2)
         self.packed[..., COLUMNS * GROUP :] = scales
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "packed": self.packed.clone()}  # and not all that lies beside it
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state, packed=_packed_room(state["packed"].shape).copy_(state["packed"]))
 
     def __call__(self, x_NI: torch.Tensor) -> torch.Tensor:
         if x_NI.ndim != 2 or x_NI.shape[1] != self.size_in or x_NI.dtype != torch.float32 or not x_NI.is_cpu:
@@ -91,6 +98,10 @@ class GroupedInt8Linear:
     def without_padding(self, y_NO: torch.Tensor) -> torch.Tensor:
         """The layer's results of what :func:`multiply` wrote, contiguous."""
         return y_NO if self.padded_out == self.size_out else y_NO[:, : self.size_out].contiguous()
+
+
+def _packed_room(shape: Sequence[int]) -> torch.Tensor:
+    return weight_room(math.prod(shape)).view(*shape)
 
 
 def quantised_bytes(rows: int, groups: int) -> int:

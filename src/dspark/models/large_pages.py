@@ -24,16 +24,18 @@ class _Rooms:
         self._lock = Lock()
         self._left = torch.empty(0, dtype=torch.uint8)
 
+    @torch.inference_mode(False)  # what one model leaves of a chunk, another writes to
     def room(self, size: int) -> torch.Tensor:
         wanted = -(-size // _LINE) * _LINE
         with self._lock:
-            if len(self._left) < wanted:
-                chunk = _chunk(max(_CHUNK, -(-wanted // _PAGE) * _PAGE))
-                room, rest = chunk[:size], chunk[wanted:]
-                self._left = max(rest, self._left, key=len)
-            else:
+            if len(self._left) >= wanted:
                 room, self._left = self._left[:size], self._left[wanted:]
-        return room
+                return room
+            chunk = _chunk(max(_CHUNK, -(-wanted // _PAGE) * _PAGE))
+            # What is left of a larger one would keep all of it in memory.
+            if len(chunk) == _CHUNK and len(chunk) - wanted > len(self._left):
+                self._left = chunk[wanted:]
+            return chunk[:size]
 
 
 _ROOMS = _Rooms()

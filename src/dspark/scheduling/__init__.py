@@ -29,6 +29,7 @@ from dspark.scheduling.policies import (
     predicted_seconds,
 )
 from dspark.scheduling.record import StepRecord, replayed_lengths
+from dspark.scheduling.rehearsal import rehearse
 
 __all__ = [
     "Correction",
@@ -56,6 +57,7 @@ __all__ = [
     "parse_policy",
     "plan_step",
     "predicted_seconds",
+    "rehearse",
     "replayed_lengths",
     "survival",
 ]

@@ -20,13 +20,13 @@ the best choice of K tokens. The rules differ in nothing but where K comes from:
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
 import numpy as np
 
 from dspark.scheduling import compiled
-from dspark.scheduling.batch import FloatArray, IntArray, StepBatch
+from dspark.scheduling.batch import FloatArray, IntArray, StepBatch, frozen, frozen_floats, frozen_ints
 from dspark.scheduling.cost import StepCost
 
 __all__ = [
@@ -88,8 +88,10 @@ def best_draft(survivals_RG: FloatArray, batch: StepBatch, cost: StepCost, stop:
     """
     if survivals_RG.shape[1] == 0:
         raise ValueError("survivals_RG has no positions: there is nothing to draft")
+    if len(survivals_RG) != batch.num_requests:
+        raise ValueError(f"survivals_RG has {len(survivals_RG)} rows, the batch {batch.num_requests} requests")
     theta, length, budget, plain_theta = compiled.best_draft(
-        survivals_RG,
+        frozen_floats(survivals_RG),
         batch.draftable_R,
         (batch.num_requests, batch.context_tokens, batch.prefill_tokens),
         cost.rates,
@@ -98,7 +100,7 @@ def best_draft(survivals_RG: FloatArray, batch: StepBatch, cost: StepCost, stop:
         cost.draft_ratio,
         cost.schedule_seconds,
         -1 if batch.token_limit is None else batch.most_verified(batch.token_limit),
-        stop is first_stop,
+        _STOPS_FIRST[stop],
     )
     return BestDraft(throughput=theta, length=length, budget=budget, plain_throughput=plain_theta)
 
@@ -124,12 +126,19 @@ def global_maximum(theta_K: FloatArray) -> int:
     return int(theta_K.argmax())
 
 
+_STOPS_FIRST: Mapping[Stop, bool] = {first_stop: True, global_maximum: False}
+
+
 def verify_lengths(survivals_RG: FloatArray, lengths_R: IntArray, count: int) -> IntArray:
     """How many draft tokens of each request are among the ``count`` first by (survival, position, request slot), [R].
 
     All are if there are no more than ``count``. Ties go to the earlier position, then to the earlier row: nothing that
     depends on the token drawn at a position decides about it.
     """
+    if lengths_R.shape != survivals_RG.shape[:1]:
+        raise ValueError(
+            f"survivals_RG {survivals_RG.shape} and lengths_R {lengths_R.shape} do not fit: [R, G] and [R]"
+        )
     verified_R = np.empty(lengths_R.shape, np.int64)
-    compiled.verified(survivals_RG, lengths_R, count, verified_R)
-    return verified_R
+    compiled.verified(frozen_floats(survivals_RG), frozen_ints(lengths_R), count, verified_R)
+    return frozen(verified_R)

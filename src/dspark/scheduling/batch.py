@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -16,6 +17,7 @@ from dspark.scheduling import compiled
 
 __all__ = ["Drafts", "FloatArray", "IntArray", "StepBatch", "survival"]
 
+Array = TypeVar("Array", bound=npt.NDArray[Any])
 IntArray = npt.NDArray[np.int64]
 FloatArray = npt.NDArray[np.float64]
 
@@ -32,7 +34,7 @@ def survival(confidences_RG: npt.ArrayLike, lengths_R: npt.ArrayLike) -> FloatAr
     if confidences.ndim != 2 or lengths.shape != confidences.shape[:1]:
         raise ValueError(f"confidences_RG {confidences.shape} and lengths_R {lengths.shape} do not fit: [R, G] and [R]")
     survivals_RG = np.empty(confidences.shape)
-    wrong: int = compiled.survivals(np.ascontiguousarray(confidences), np.ascontiguousarray(lengths), survivals_RG)
+    wrong: int = compiled.survivals(frozen_floats(confidences), frozen_ints(lengths), survivals_RG)
     if wrong == -2:
         raise ValueError(f"lengths_R has a length outside 0..{confidences.shape[1]}, the positions of confidences_RG")
     if wrong >= 0:
@@ -41,7 +43,7 @@ def survival(confidences_RG: npt.ArrayLike, lengths_R: npt.ArrayLike) -> FloatAr
             f"confidences_RG[{row}, {position}] is {confidences[row, position]}, not a probability: "
             "give calibrated confidences (0 to 1), not logits"
         )
-    return survivals_RG
+    return frozen(survivals_RG)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -145,24 +147,25 @@ class Drafts:
 
 
 def frozen_ints(values: npt.ArrayLike) -> IntArray:
-    """A read-only int64 array: a copy, unless it is one."""
+    """A contiguous int64 array that nobody writes to any more: a copy, unless it is a read-only array already."""
     if isinstance(values, np.ndarray) and values.dtype == np.int64 and _is_frozen(values):
         return values
-    array = np.array(values, np.int64, order="C")
-    array.flags.writeable = False
-    return array
+    return frozen(np.array(values, np.int64, order="C"))
 
 
 def frozen_floats(values: npt.ArrayLike) -> FloatArray:
-    """A read-only float64 array: a copy, unless it is one."""
+    """A contiguous float64 array that nobody writes to any more: a copy, unless it is a read-only array already."""
     if isinstance(values, np.ndarray) and values.dtype == np.float64 and _is_frozen(values):
         return values
-    array = np.array(values, np.float64, order="C")
+    return frozen(np.array(values, np.float64, order="C"))
+
+
+def frozen(array: Array) -> Array:
+    """The array itself, read-only from now on."""
     array.flags.writeable = False
     return array
 
 
-def _is_frozen(values: npt.NDArray[np.generic]) -> bool:
-    """Whether nobody can write to it, and compiled code can read it."""
+def _is_frozen(values: npt.NDArray[Any]) -> bool:
     flags = values.flags
     return flags.owndata and not flags.writeable and flags.c_contiguous

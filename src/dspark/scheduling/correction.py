@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from dspark.scheduling import compiled
-from dspark.scheduling.batch import Drafts, FloatArray, IntArray, frozen_floats, frozen_ints
+from dspark.scheduling.batch import Drafts, FloatArray, IntArray, frozen, frozen_floats, frozen_ints
 
 __all__ = ["Correction", "corrected_survivals"]
 
@@ -66,10 +66,10 @@ class Correction:
         """What to add to the log-odds of these requests' confidences, [R]."""
         log_odds_R = np.empty(request_ids_R.shape)
         compiled.log_odds(
-            self.request_ids_R, self.own_R, self.own_information_R, self.shared, request_ids_R,
+            self.request_ids_R, self.own_R, self.own_information_R, self.shared, frozen_ints(request_ids_R),
             _OPTIMISM, _OPTIMISM_INFORMATION, _BOUND, log_odds_R,
         )  # fmt: skip
-        return log_odds_R
+        return frozen(log_odds_R)
 
     def after(self, drafts: Drafts, verified_R: IntArray, accepted_R: IntArray) -> Correction:
         """The shifts once it is known what became of the drafts of one more step.
@@ -78,20 +78,26 @@ class Correction:
         are not in the step (they ended, or lost their memory to others) are forgotten, as their survivals are.
 
         Raises:
-            ValueError: the drafts are without confidences.
+            ValueError: the drafts are without confidences, or the others are not one number for each request.
         """
         if drafts.confidences_RG is None:
             raise ValueError("confidences_RG is None: there is nothing to correct")
+        verified_R, accepted_R = frozen_ints(verified_R), frozen_ints(accepted_R)
+        if not verified_R.shape == accepted_R.shape == drafts.lengths_R.shape:
+            raise ValueError(
+                f"verified_R {verified_R.shape} and accepted_R {accepted_R.shape} must be one number for each of the "
+                f"{drafts.lengths_R.size} requests"
+            )
         own_R, information_R = np.empty(drafts.request_ids_R.shape), np.empty(drafts.request_ids_R.shape)
         shared, shared_information = compiled.learned(
             self.request_ids_R, self.own_R, self.own_information_R, self.shared, self.shared_information,
-            drafts.request_ids_R, drafts.confidences_RG, frozen_ints(verified_R), frozen_ints(accepted_R),
+            drafts.request_ids_R, drafts.confidences_RG, verified_R, accepted_R,
             _OWN_KEPT, _OWN_PRIOR, _SHARED_KEPT, _SHARED_PRIOR, _BOUND, own_R, information_R,
         )  # fmt: skip
         return Correction(
             request_ids_R=drafts.request_ids_R,
-            own_R=own_R,
-            own_information_R=information_R,
+            own_R=frozen(own_R),
+            own_information_R=frozen(information_R),
             shared=shared,
             shared_information=shared_information,
         )
@@ -99,6 +105,10 @@ class Correction:
 
 def corrected_survivals(survivals_RG: FloatArray, log_odds_R: FloatArray) -> FloatArray:
     """Survivals of confidences (each the ratio of a survival to the one before) with their log-odds shifted, [R, G]."""
+    if log_odds_R.shape != survivals_RG.shape[:1]:
+        raise ValueError(
+            f"survivals_RG {survivals_RG.shape} and log_odds_R {log_odds_R.shape} do not fit: [R, G] and [R]"
+        )
     corrected_RG = np.empty(survivals_RG.shape)
-    compiled.corrected(survivals_RG, log_odds_R, corrected_RG)
-    return corrected_RG
+    compiled.corrected(frozen_floats(survivals_RG), frozen_floats(log_odds_R), corrected_RG)
+    return frozen(corrected_RG)

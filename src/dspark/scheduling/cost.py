@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from dspark.scheduling import compiled
-from dspark.scheduling.batch import FloatArray, IntArray
+from dspark.scheduling.batch import FloatArray, IntArray, frozen_floats
 from dspark.scheduling.curve import MeasuredCurve
 
 __all__ = ["DraftPoint", "PrefillPoint", "StepCost", "StepSeconds", "VerifyPoint"]
@@ -199,7 +199,7 @@ class StepCost:
         tables = self._draft_tables.by_requests
         if requests not in tables:
             seconds = accumulate((curve.at(requests) for curve in self.draft.values()), max)
-            tables[requests] = np.array([0, *self.draft], np.float64), np.array([0.0, *seconds])
+            tables[requests] = frozen_floats([0, *self.draft]), frozen_floats([0.0, *seconds])
         return tables[requests]
 
     def draft_seconds(self, requests: int, block_length: int) -> float:

@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from dspark.scheduling import compiled
-from dspark.scheduling.batch import FloatArray
+from dspark.scheduling.batch import FloatArray, frozen_floats
 
 __all__ = ["MeasuredCurve", "isotonic", "measure_curve"]
 
@@ -60,9 +60,9 @@ class MeasuredCurve:
 
     def __call__(self, sizes: npt.ArrayLike) -> FloatArray:
         """Seconds at each of ``sizes``."""
-        asked = np.ascontiguousarray(sizes, np.float64)
+        asked = frozen_floats(np.ravel(sizes))
         seconds = np.empty(asked.shape)
-        compiled.curve_at(asked.reshape(-1), *self.table, seconds.reshape(-1))
+        compiled.curve_at(asked, *self.table, seconds)
         return seconds.reshape(np.shape(sizes))
 
     def at(self, size: int) -> float:
@@ -78,7 +78,7 @@ class MeasuredCurve:
     @cached_property
     def table(self) -> tuple[FloatArray, FloatArray, float]:
         """Sizes, seconds, slope above the last: what compiled code knows of it."""
-        sizes, seconds = np.array(self.sizes, np.float64), np.array(self.seconds)
+        sizes, seconds = frozen_floats(self.sizes), frozen_floats(self.seconds)
         if sizes.size == 1:
             return sizes, seconds, float(seconds[0] / sizes[0])
         half = min(int(np.searchsorted(sizes, sizes[-1] / 2)), sizes.size - 2)

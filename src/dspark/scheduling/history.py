@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 
 from dspark.scheduling import compiled
-from dspark.scheduling.batch import Drafts, FloatArray, IntArray, StepBatch, frozen_floats, frozen_ints
+from dspark.scheduling.batch import Drafts, FloatArray, IntArray, StepBatch, frozen, frozen_floats, frozen_ints
 from dspark.scheduling.correction import Correction
 
 __all__ = ["DELAY_STEPS", "History", "PastSurvivals"]
@@ -73,7 +73,7 @@ class PastSurvivals:
         compiled.expected(
             self.request_ids_R, self.lengths_R, self.survivals_RG, batch.request_ids_R, batch.draftable_R, expected_RG
         )
-        return expected_RG
+        return frozen(expected_RG)
 
     def is_of_the_requests_of(self, batch: StepBatch) -> bool:
         """Whether the same requests were there, and no others."""
@@ -86,7 +86,7 @@ class PastSurvivals:
             self.request_ids_R, self.lengths_R, self.survivals_RG,
             drafts.request_ids_R, drafts.lengths_R, drafts.survivals_RG, _NEWEST, averaged_RG,
         )  # fmt: skip
-        return averaged_RG
+        return frozen(averaged_RG)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

@@ -41,11 +41,20 @@ class StepRecord:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "verify_lengths_R", frozen_ints(self.verify_lengths_R))
+        self._check_size("verify_lengths_R", self.verify_lengths_R.shape)
         if self.accepted_R is not None:
             object.__setattr__(self, "accepted_R", frozen_ints(self.accepted_R))
+            self._check_size("accepted_R", self.accepted_R.shape)
             accepted_and_verified = zip(self.accepted_R.tolist(), self.verify_lengths_R.tolist(), strict=True)
             if any(accepted > verified for accepted, verified in accepted_and_verified):
                 raise ValueError("accepted_R exceeds verify_lengths_R: only what is verified can be accepted")
+
+    def _check_size(self, name: str, shape: tuple[int, ...]) -> None:
+        if shape != self.plan.batch.request_ids_R.shape:
+            raise ValueError(
+                f"{name} has shape {shape}: give one number for each of the batch's {self.plan.batch.num_requests} "
+                "requests"
+            )
 
     def as_dict(self) -> dict[str, Any]:
         """Plain numbers, lists and dicts, for a JSON line."""
