@@ -373,3 +373,13 @@ def test_a_given_drafter_of_another_target_learns_from_this_one(
     assert torch.equal(trainer.drafter.lm_head.weight, target.model.lm_head_weight_VH[ids_D])
     assert torch.equal(trainer.drafter.embed_tokens.weight, target.model.embedding_weight_VH)
     assert not torch.equal(target.model.lm_head_weight_VH, other.model.lm_head_weight_VH)
+
+
+def test_gaps_in_the_heap_are_given_back_now_and_then(
+    target: LoadedTarget, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trimmed: list[None] = []
+    monkeypatch.setattr("dspark.training.loop._TRIM_EVERY_STEPS", 5)
+    monkeypatch.setattr("dspark.training.loop.trim_heap", lambda: trimmed.append(None))
+    assert open_trainer(tiny_recipe(data, tmp_path / "run"), target).run().steps == 12
+    assert len(trimmed) == 2

@@ -11,7 +11,6 @@ from transformers import PreTrainedTokenizerBase
 from dspark.drafters.protocol import Drafter
 from dspark.engine.admission import check_fits
 from dspark.engine.choice import Choice
-from dspark.engine.heap import EVERY_STEPS, trim_heap
 from dspark.engine.queue import FairQueue
 from dspark.engine.request import Delta, Request, RequestResult
 from dspark.engine.request_handle import RequestHandle
@@ -19,10 +18,13 @@ from dspark.engine.settings import EngineSettings
 from dspark.engine.slots import Slots
 from dspark.engine.statistics import EngineStatistics, StepTotals
 from dspark.engine.step import Row, Stepper
+from dspark.heap import trim_heap
 from dspark.models.target import Target
 from dspark.scheduling import Off, Policy, StepCost, StepRecord
 
 __all__ = ["EngineCore"]
+
+_TRIM_EVERY_STEPS = 512
 
 
 class EngineCore:
@@ -214,7 +216,7 @@ class EngineCore:
             self._take_in(row, delta)
         self._is_delivering = False
         self._totals.add(record)
-        if self._totals.steps % EVERY_STEPS == 0:
+        if self._totals.steps % _TRIM_EVERY_STEPS == 0:
             trim_heap()
         while self._to_cancel:
             self.cancel(self._to_cancel.pop())

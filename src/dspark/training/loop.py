@@ -14,6 +14,7 @@ import torch
 
 from dspark.drafters.checkpoint import load_drafter
 from dspark.drafters.registry import TrainableDrafter
+from dspark.heap import trim_heap
 from dspark.training.batches import draw_step
 from dspark.training.checkpoints import CHECKPOINTS, CheckpointDirectory
 from dspark.training.distributed import World
@@ -33,6 +34,7 @@ from dspark.training.tracking import Tracker, held_out_curves, open_tracker
 __all__ = ["DivergenceError", "StepResult", "Trainer", "TrainingResult"]
 
 _DRAFTER_DIRECTORY = "drafter"
+_TRIM_EVERY_STEPS = 64
 _UNTRACKED = ("step", "epoch", "block_tokens")
 
 
@@ -275,6 +277,8 @@ class Trainer:
                     tracker.log(result.step, result.curves())
                     if on_step is not None:
                         on_step(result)
+                if progress.step % _TRIM_EVERY_STEPS == 0:
+                    trim_heap()
                 last = progress.step == recipe.batch.steps
                 is_best = False
                 if last or progress.step % recipe.held_out.every_steps == 0:

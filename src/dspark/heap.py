@@ -6,15 +6,14 @@ import ctypes
 import sys
 from functools import cache
 
-__all__ = ["EVERY_STEPS", "trim_heap"]
-
-EVERY_STEPS = 512
-"""How often an engine does it: the tensors of a step differ in size with the batch, and the C library's heap would grow
-by their gaps for a long time."""
+__all__ = ["trim_heap"]
 
 
 def trim_heap() -> None:
-    """Return free pages of the C library's heap; nothing happens where the library is not glibc."""
+    """Return free pages of the C library's heap; nothing happens where the library is not glibc.
+
+    Steps whose tensors differ in size leave gaps there, and without this it grows by them for a long time.
+    """
     trim = _malloc_trim()
     if trim is not None:
         trim(0)
