@@ -18,7 +18,8 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from dspark.models.compiling import SOURCE, remembered
+from dspark.compiling import remembered
+from dspark.models.compiling import SOURCE
 from dspark.models.row_kernels import draw, largest_number, residual_of, softmax_of, sum_of
 from dspark.models.threads import run_parts
 

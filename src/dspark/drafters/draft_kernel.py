@@ -23,10 +23,11 @@ from numba import njit
 from numba.np.numpy_support import carray
 from torch import Tensor
 
+from dspark.compiling import remembered
 from dspark.drafters.cache import DrafterCache
 from dspark.drafters.protocol import DraftBlock, PlainSampler
 from dspark.models.attention import AttentionPlan
-from dspark.models.compiling import SOURCE, remembered
+from dspark.models.compiling import SOURCE
 from dspark.models.decoder_kernel import OUTSIDE, DecoderKernel, address, run_layers
 from dspark.models.decoder_layer import LayersShape
 from dspark.models.int8_intrinsics import GROUP, ROW_GROUP_BYTES, add_atomically, read_atomically

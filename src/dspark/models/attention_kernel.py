@@ -24,8 +24,9 @@ import torch
 from numba import types
 from numba.np.numpy_support import carray
 
+from dspark.compiling import remembered
 from dspark.models.block_tables import BLOCK_SIZE
-from dspark.models.compiling import SOURCE, remembered
+from dspark.models.compiling import SOURCE
 from dspark.models.kv_cache import columns_shape
 from dspark.models.row_kernels import exp2
 from dspark.models.threads import run_parts

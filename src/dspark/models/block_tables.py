@@ -11,7 +11,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from dspark.models.compiling import SOURCE, remembered
+from dspark.compiling import remembered
+from dspark.models.compiling import SOURCE
 from dspark.types import Segment
 
 BLOCK_SIZE = 16

@@ -20,10 +20,11 @@ import torch
 from numba import njit
 from numba.np.numpy_support import carray
 
+from dspark.compiling import remembered
 from dspark.models.attention import AttentionPlan
 from dspark.models.attention_kernel import attention_kernel, queries_together
 from dspark.models.block_tables import BLOCK_SIZE
-from dspark.models.compiling import SOURCE, remembered
+from dspark.models.compiling import SOURCE
 from dspark.models.decoder_layer import DecoderLayer, LayersShape
 from dspark.models.int8_intrinsics import GROUP, add_atomically, call_attention, read_atomically
 from dspark.models.int8_linear import (

@@ -12,7 +12,8 @@ import numpy.typing as npt
 import torch
 from numba import njit
 
-from dspark.models.compiling import SOURCE, remembered
+from dspark.compiling import remembered
+from dspark.models.compiling import SOURCE
 from dspark.models.int8_intrinsics import (
     COLUMNS,
     GROUP,

@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 from numba import njit
 
-from dspark.models.compiling import remembered
+from dspark.compiling import remembered
 
 __all__ = [
     "best_draft",
