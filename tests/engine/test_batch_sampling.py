@@ -121,7 +121,7 @@ def test_each_row_gets_what_it_gets_alone(
             single_rows.append(VerifyRow(sampling=alone[r], draft_tokens=drafts, draft_probs_LD=probs_LD))
             logits.append(target_of(logits_RGD[r, :length], columns_D, seed + r))
         logits_NV = torch.cat(logits)
-        accepted = verify_rows(rows, logits_NV, logits_NV.argmax(dim=-1).tolist() if knows_best else None)
+        accepted = verify_rows(rows, logits_NV, logits_NV.argmax(dim=-1) if knows_best else None)
         assert accepted == [verify_rows([row], part)[0] for row, part in zip(single_rows, logits, strict=True)]
         for r, acceptance in enumerate(accepted):
             committed = [*rows[r].draft_tokens[: acceptance.num_accepted], acceptance.next_token]

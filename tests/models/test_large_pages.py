@@ -14,6 +14,20 @@ from dspark.models import large_pages
 from dspark.models.large_pages import weight_room
 
 
+@pytest.fixture
+def maps(monkeypatch: pytest.MonkeyPatch) -> list[weakref.ref[Any]]:
+    """All memory that is mapped from now on, by rooms that begin anew."""
+    maps: list[weakref.ref[Any]] = []
+
+    class Mapped(mmap.mmap):
+        def __init__(self, *arguments: Any, **options: Any) -> None:
+            maps.append(weakref.ref(self))
+
+    monkeypatch.setattr(mmap, "mmap", Mapped)
+    monkeypatch.setattr(large_pages, "_ROOMS", large_pages._Rooms())
+    return maps
+
+
 def test_rooms_begin_with_a_line_and_do_not_overlap() -> None:
     rooms = [weight_room(size) for size in (1, 100, 64, 17 << 20, 3, 5 << 20, 5 << 20, 7 << 20)]
     for number, room in enumerate(rooms):
@@ -39,15 +53,9 @@ def test_a_system_without_large_pages_gives_small_ones(lacks: str, monkeypatch: 
     assert room.fill_(7).sum() == 7000
 
 
-def test_memory_goes_when_nobody_knows_a_part_of_it_any_more(monkeypatch: pytest.MonkeyPatch) -> None:
-    maps: list[weakref.ref[Any]] = []
-
-    class Mapped(mmap.mmap):
-        def __init__(self, *arguments: Any, **options: Any) -> None:
-            maps.append(weakref.ref(self))
-
-    monkeypatch.setattr(mmap, "mmap", Mapped)
-    monkeypatch.setattr(large_pages, "_ROOMS", large_pages._Rooms())
+def test_memory_goes_when_nobody_knows_a_part_of_it_any_more(
+    maps: list[weakref.ref[Any]], monkeypatch: pytest.MonkeyPatch
+) -> None:
     rooms = [weight_room(12 << 20), weight_room(1 << 20), weight_room(12 << 20)]
     assert [reference() is None for reference in maps] == [False, False]
     del rooms[0]
@@ -59,15 +67,7 @@ def test_memory_goes_when_nobody_knows_a_part_of_it_any_more(monkeypatch: pytest
     assert [reference() is None for reference in maps] == [True, False]
 
 
-def test_what_is_left_of_a_large_chunk_does_not_keep_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    maps: list[weakref.ref[Any]] = []
-
-    class Mapped(mmap.mmap):
-        def __init__(self, *arguments: Any, **options: Any) -> None:
-            maps.append(weakref.ref(self))
-
-    monkeypatch.setattr(mmap, "mmap", Mapped)
-    monkeypatch.setattr(large_pages, "_ROOMS", large_pages._Rooms())
+def test_what_is_left_of_a_large_chunk_does_not_keep_it(maps: list[weakref.ref[Any]]) -> None:
     room = weight_room(41 << 20)
     assert room.sum() == 0
     del room

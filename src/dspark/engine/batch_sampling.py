@@ -84,7 +84,7 @@ def draft_sampler(rows: Sequence[RequestSampling], lengths: Sequence[int]) -> Dr
     return sample
 
 
-def verify_rows(rows: Sequence[VerifyRow], logits_NV: Tensor, best_N: Sequence[int] | None = None) -> list[Acceptance]:
+def verify_rows(rows: Sequence[VerifyRow], logits_NV: Tensor, best_N: Tensor | None = None) -> list[Acceptance]:
     """Which draft tokens of each row the target confirms, and the token it adds.
 
     Args:
@@ -104,9 +104,10 @@ def verify_rows(rows: Sequence[VerifyRow], logits_NV: Tensor, best_N: Sequence[i
         )
     results: dict[int, Acceptance] = {}
     if best_N is not None:
+        best = best_N.tolist()
         for place, row in enumerate(rows):
             if row.sampling.rule == "greedy" and row.sampling.is_plain:
-                results[place] = accept_greedy(row.draft_tokens, best_N[starts[place] : starts[place + 1]])
+                results[place] = accept_greedy(row.draft_tokens, best[starts[place] : starts[place + 1]])
         if len(results) == len(rows):
             return list(results.values())
     left = [place for place in range(len(rows)) if place not in results]

@@ -193,8 +193,7 @@ class _Generation:
     def _verify(self, output: TargetOutput, draft_tokens: list[int], draft_probs_LD: torch.Tensor | None) -> Acceptance:
         assert output.logits_MV is not None, "they were asked for"
         row = VerifyRow(sampling=self._sampling, draft_tokens=draft_tokens, draft_probs_LD=draft_probs_LD)
-        best = None if output.best_M is None else output.best_M.tolist()
-        return verify_rows([row], output.logits_MV, best)[0]
+        return verify_rows([row], output.logits_MV, output.best_M)[0]
 
     def _forward(self, token_ids: list[int], start: int, logit_rows: Sequence[int]) -> TargetOutput:
         segment = Segment(0, start, len(token_ids))

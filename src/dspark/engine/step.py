@@ -149,7 +149,7 @@ class Stepper:
         verified = [draft.first(length) for draft, length in zip(drafts, lengths_R.tolist(), strict=True)]
         verified += [_NO_DRAFT] * len(chunks)
         output = self._verify(rows, verified)
-        outcomes = self._accept(rows, verified, output.logits_MV, output.best_M)
+        outcomes = self._accept(rows, verified, output)
         self._roll_back(rows, outcomes)
         deltas = self._commit(rows, verified, outcomes, plan)
         ended = self._clock()
@@ -250,15 +250,10 @@ class Stepper:
                     add_prompt_logprobs(row.choice, row.start, hidden_LH, self._target)
         return output
 
-    def _accept(
-        self,
-        rows: Sequence[Row],
-        verified: Sequence[_Draft],
-        logits_MV: torch.Tensor | None,
-        best_M: torch.Tensor | None,
-    ) -> list[_Outcome | None]:
+    def _accept(self, rows: Sequence[Row], verified: Sequence[_Draft], output: TargetOutput) -> list[_Outcome | None]:
         """What each row gets by its rule of acceptance, with log-probabilities where asked for; None if unsampled."""
         outcomes: list[_Outcome | None] = [None] * len(rows)
+        logits_MV = output.logits_MV
         if logits_MV is None:
             return outcomes
         sampled = [index for index, row in enumerate(rows) if row.is_sampled]
@@ -271,12 +266,12 @@ class Stepper:
             )
             for index in sampled
         ]
-        masked_MV, best, empty_rows = logits_MV, None if best_M is None else best_M.tolist(), dict[int, int]()
+        masked_MV, best_M, empty_rows = logits_MV, output.best_M, dict[int, int]()
         if any(choice.grammar is not None for choice in choices):
             masked_MV, empty_rows = self._masks.apply(choices, [row.draft_tokens for row in verify], logits_MV)
-            best = None  # of the logits without masks
+            best_M = None  # of the logits without masks
         first = 0
-        for index, acceptance in zip(sampled, verify_rows(verify, masked_MV, best), strict=True):
+        for index, acceptance in zip(sampled, verify_rows(verify, masked_MV, best_M), strict=True):
             choice = rows[index].choice
             tokens = [*verified[index].tokens[: acceptance.num_accepted], acceptance.next_token]
             empty_row = empty_rows.get(choice.choice_id, len(tokens))

@@ -26,7 +26,7 @@ from typing import NamedTuple
 import numpy as np
 
 from dspark.scheduling import compiled
-from dspark.scheduling.batch import FloatArray, IntArray, StepBatch, frozen, frozen_floats, frozen_ints
+from dspark.scheduling.batch import FloatArray, IntArray, StepBatch, check_fit, frozen, frozen_floats, frozen_ints
 from dspark.scheduling.cost import StepCost
 
 __all__ = [
@@ -135,10 +135,7 @@ def verify_lengths(survivals_RG: FloatArray, lengths_R: IntArray, count: int) ->
     All are if there are no more than ``count``. Ties go to the earlier position, then to the earlier row: nothing that
     depends on the token drawn at a position decides about it.
     """
-    if lengths_R.shape != survivals_RG.shape[:1]:
-        raise ValueError(
-            f"survivals_RG {survivals_RG.shape} and lengths_R {lengths_R.shape} do not fit: [R, G] and [R]"
-        )
+    check_fit(survivals_RG=survivals_RG, lengths_R=lengths_R)
     verified_R = np.empty(lengths_R.shape, np.int64)
     compiled.verified(frozen_floats(survivals_RG), frozen_ints(lengths_R), count, verified_R)
     return frozen(verified_R)

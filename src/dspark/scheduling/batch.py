@@ -30,11 +30,10 @@ def survival(confidences_RG: npt.ArrayLike, lengths_R: npt.ArrayLike) -> FloatAr
     Raises:
         ValueError: naming request and position, if a confidence is NaN or outside 0..1; shapes do not fit.
     """
-    confidences, lengths = np.asarray(confidences_RG, np.float64), np.asarray(lengths_R, np.int64)
-    if confidences.ndim != 2 or lengths.shape != confidences.shape[:1]:
-        raise ValueError(f"confidences_RG {confidences.shape} and lengths_R {lengths.shape} do not fit: [R, G] and [R]")
+    confidences, lengths = frozen_floats(confidences_RG), frozen_ints(lengths_R)
+    check_fit(confidences_RG=confidences, lengths_R=lengths)
     survivals_RG = np.empty(confidences.shape)
-    wrong: int = compiled.survivals(frozen_floats(confidences), frozen_ints(lengths), survivals_RG)
+    wrong: int = compiled.survivals(confidences, lengths, survivals_RG)
     if wrong == -2:
         raise ValueError(f"lengths_R has a length outside 0..{confidences.shape[1]}, the positions of confidences_RG")
     if wrong >= 0:
@@ -138,12 +137,19 @@ class Drafts:
                 "confidences_RG is None: this policy needs a drafter with a confidence head; choose off or fixed, or "
                 "give the acceptance measured at each position in earlier steps as confidences"
             )
-        return frozen_floats(survival(self.confidences_RG, self.lengths_R))
+        return survival(self.confidences_RG, self.lengths_R)
 
     @property
     def num_drafted(self) -> int:
         """Draft tokens of all requests."""
         return int(self.lengths_R.sum())
+
+
+def check_fit(**arrays: npt.NDArray[Any]) -> None:
+    """Raise ValueError, by their names, unless the second array has one number for each row of the first."""
+    (name_RG, values_RG), (name_R, values_R) = arrays.items()
+    if values_RG.ndim != 2 or values_R.shape != values_RG.shape[:1]:
+        raise ValueError(f"{name_RG} {values_RG.shape} and {name_R} {values_R.shape} do not fit: [R, G] and [R]")
 
 
 def frozen_ints(values: npt.ArrayLike) -> IntArray:

@@ -69,7 +69,8 @@ def _shifted(confidence: float, factor: float) -> Any:
 # ---- confidences -----------------------------------------------------------------------------------------------------
 
 
-def _confidences(logits_XG, temperatures_XG, rows_X, confidences_RG):  # type: ignore[no-untyped-def]
+@remembered
+def confidences(logits_XG, temperatures_XG, rows_X, confidences_RG):  # type: ignore[no-untyped-def]
     """The logistic function of ``logits / temperatures``, in the given rows of the result."""
     for x in range(len(rows_X)):
         for g in range(logits_XG.shape[1]):
@@ -81,7 +82,8 @@ def _confidences(logits_XG, temperatures_XG, rows_X, confidences_RG):  # type: i
 # ---- survivals -------------------------------------------------------------------------------------------------------
 
 
-def _survivals(confidences_RG, lengths_R, survivals_RG):  # type: ignore[no-untyped-def]
+@remembered
+def survivals(confidences_RG, lengths_R, survivals_RG):  # type: ignore[no-untyped-def]
     """Products of the confidences before and at each position, 0 behind a length.
 
     Returns:
@@ -104,7 +106,8 @@ def _survivals(confidences_RG, lengths_R, survivals_RG):  # type: ignore[no-unty
     return -1
 
 
-def _corrected(survivals_RG, log_odds_R, corrected_RG):  # type: ignore[no-untyped-def]
+@remembered
+def corrected(survivals_RG, log_odds_R, corrected_RG):  # type: ignore[no-untyped-def]
     """Survivals of confidences (each the ratio of a survival to the one before) with their log-odds shifted."""
     for r in range(len(log_odds_R)):
         factor, before, product = math.exp(log_odds_R[r]), 1.0, 1.0
@@ -119,7 +122,7 @@ def _expect(
     known_ids_O: Any, known_lengths_O: Any, known_OG: Any, request_ids_R: Any, lengths_R: Any, expected_RG: Any,
     is_known_G: Any,
 ) -> None:  # fmt: skip
-    """See ``PastSurvivals.expected_for``; and which positions any request had drafted."""
+    """`expected`, and which positions any request had drafted."""
     width = expected_RG.shape[1]
     mean_G = np.zeros(width)
     for g in range(width):
@@ -138,12 +141,15 @@ def _expect(
             expected_RG[r, g] = least if g < lengths_R[r] else 0.0
 
 
-def _expected(known_ids_O, known_lengths_O, known_OG, request_ids_R, lengths_R, expected_RG):  # type: ignore[no-untyped-def]
+@remembered
+def expected(known_ids_O, known_lengths_O, known_OG, request_ids_R, lengths_R, expected_RG):  # type: ignore[no-untyped-def]
+    """See ``PastSurvivals.expected_for``."""
     is_known_G = np.empty(expected_RG.shape[1], np.bool_)
     _expect(known_ids_O, known_lengths_O, known_OG, request_ids_R, lengths_R, expected_RG, is_known_G)
 
 
-def _moved_average(  # type: ignore[no-untyped-def]
+@remembered
+def moved_average(  # type: ignore[no-untyped-def]
     known_ids_O, known_lengths_O, known_OG, request_ids_R, lengths_R, survivals_RG, newest, averaged_RG
 ):
     """See ``PastSurvivals.averaged_with``."""
@@ -163,28 +169,33 @@ def _moved_average(  # type: ignore[no-untyped-def]
 # ---- what outcomes teach ---------------------------------------------------------------------------------------------
 
 
-def _log_odds(  # type: ignore[no-untyped-def]
+@njit(error_model="numpy")  # type: ignore[untyped-decorator]
+def _own_of(known_ids_O: Any, own_O: Any, information_O: Any, request_id: int, guess: int) -> Any:
+    """A request's own shift and its information; 0 if it is not known."""
+    row = _row_of(known_ids_O, request_id, guess)
+    return (own_O[row], information_O[row]) if row >= 0 else (0.0, 0.0)
+
+
+@remembered
+def log_odds(  # type: ignore[no-untyped-def]
     known_ids_O, own_O, information_O, shared, request_ids_R, optimism, optimism_information, bound, log_odds_R
 ):
     """See ``Correction.log_odds_of``."""
     for r in range(len(request_ids_R)):
-        row, own, information = _row_of(known_ids_O, request_ids_R[r], r), 0.0, 0.0
-        if row >= 0:
-            own, information = own_O[row], information_O[row]
+        own, information = _own_of(known_ids_O, own_O, information_O, request_ids_R[r], r)
         hope = optimism * optimism_information / (optimism_information + information)
         log_odds_R[r] = _bounded(shared + own + hope, bound)
 
 
-def _learned(  # type: ignore[no-untyped-def]
+@remembered
+def learned(  # type: ignore[no-untyped-def]
     known_ids_O, own_O, information_O, shared, shared_information, request_ids_R, confidences_RG, verified_R,
     accepted_R, own_kept, own_prior, shared_kept, shared_prior, bound, own_R, information_R,
 ):  # fmt: skip
     """See ``Correction.after``; the new shared shift and its information."""
     surplus_of_all, gained_of_all = 0.0, 0.0
     for r in range(len(request_ids_R)):
-        row, own, information = _row_of(known_ids_O, request_ids_R[r], r), 0.0, 0.0
-        if row >= 0:
-            own, information = own_O[row], information_O[row]
+        own, information = _own_of(known_ids_O, own_O, information_O, request_ids_R[r], r)
         factor, surplus, gained = math.exp(_bounded(shared + own, bound)), float(accepted_R[r]), 0.0
         for g in range(min(accepted_R[r] + 1, verified_R[r], confidences_RG.shape[1])):
             chance = _shifted(confidences_RG[r, g], factor)
@@ -220,14 +231,22 @@ def _at(size: float, sizes: Any, seconds: Any, slope: float) -> Any:
     return seconds[high - 1] + part * (seconds[high] - seconds[high - 1])
 
 
-def _curve_at(asked_N, sizes, seconds, slope, out_N):  # type: ignore[no-untyped-def]
+@remembered
+def curve_at(asked_N, sizes, seconds, slope, out_N):  # type: ignore[no-untyped-def]
     """``MeasuredCurve`` at many sizes."""
     for n in range(len(asked_N)):
         out_N[n] = _at(asked_N[n], sizes, seconds, slope)
 
 
-@njit(error_model="numpy")  # type: ignore[untyped-decorator]
-def _fill_verify_seconds(load: Any, rates: Any, curve: Any, seconds_K: Any) -> None:
+@remembered
+def verify_seconds(load, rates, curve, seconds_K):  # type: ignore[no-untyped-def]
+    """``StepCost.verify_seconds`` for K = 0, 1, ... draft tokens.
+
+    Args:
+        load: requests, their context tokens, prompt tokens.
+        rates: seconds per request, context token and attended token, and the factor on everything.
+        curve: ``MeasuredCurve.table``.
+    """
     requests, context_tokens, prefill_tokens = load
     per_request, per_context, per_attended, ratio = rates
     before, mean_context = requests + prefill_tokens, context_tokens / max(requests, 1)
@@ -240,25 +259,10 @@ def _fill_verify_seconds(load: Any, rates: Any, curve: Any, seconds_K: Any) -> N
         seconds_K[k] = ratio * (_at(before + k, *curve) - alone + extra + attended)
 
 
-@njit(error_model="numpy")  # type: ignore[untyped-decorator]
-def _draft_seconds_of(length: int, known_lengths: Any, seconds: Any) -> Any:
-    return max(length / known_lengths[-1], 1.0) * _at(length, known_lengths, seconds, 0.0)
-
-
-def _verify_seconds(load, rates, curve, seconds_K):  # type: ignore[no-untyped-def]
-    """``StepCost.verify_seconds`` for K = 0, 1, ... draft tokens.
-
-    Args:
-        load: requests, their context tokens, prompt tokens.
-        rates: seconds per request, context token and attended token, and the factor on everything.
-        curve: ``MeasuredCurve.table``.
-    """
-    _fill_verify_seconds(load, rates, curve, seconds_K)
-
-
-def _draft_seconds(length, known_lengths, seconds):  # type: ignore[no-untyped-def]
+@remembered
+def draft_seconds(length, known_lengths, seconds):  # type: ignore[no-untyped-def]
     """``StepCost.draft_seconds`` before its factor, from seconds of known lengths, the first of which is 0."""
-    return _draft_seconds_of(length, known_lengths, seconds)
+    return max(length / known_lengths[-1], 1.0) * _at(length, known_lengths, seconds, 0.0)
 
 
 # ---- admission -------------------------------------------------------------------------------------------------------
@@ -292,7 +296,8 @@ def _descending(values_N: Any) -> Any:
     return order_N
 
 
-def _best_draft(  # type: ignore[no-untyped-def]
+@remembered
+def best_draft(  # type: ignore[no-untyped-def]
     survivals_RG, draftable_R, load, rates, curve, draft_table, draft_ratio, schedule_seconds, most_verified,
     stops_first,
 ):  # fmt: skip
@@ -306,9 +311,9 @@ def _best_draft(  # type: ignore[no-untyped-def]
             count += 1
     survival_N, position_N = survival_N[:count], position_N[:count]
     verify_K, draft_G = np.empty(count + 1), np.empty(width)
-    _fill_verify_seconds(load, rates, curve, verify_K)
+    verify_seconds(load, rates, curve, verify_K)
     for g in range(width):
-        draft_G[g] = draft_ratio * _draft_seconds_of(g + 1, *draft_table) + schedule_seconds
+        draft_G[g] = draft_ratio * draft_seconds(g + 1, *draft_table) + schedule_seconds
     order_N = _descending(survival_N)
     best, best_length, best_budget = -np.inf, 0, 0
     for length in range(1, width + 1):
@@ -332,7 +337,8 @@ def _best_draft(  # type: ignore[no-untyped-def]
     return best, best_length, best_budget, requests / verify_K[0]
 
 
-def _verified(survivals_RG, lengths_R, count, verified_R):  # type: ignore[no-untyped-def]
+@remembered
+def verified(survivals_RG, lengths_R, count, verified_R):  # type: ignore[no-untyped-def]
     """See ``verify_lengths`` of `dspark.scheduling.admission`."""
     requests, width = survivals_RG.shape
     ranked_N = np.empty(requests * width)
@@ -359,17 +365,3 @@ def _verified(survivals_RG, lengths_R, count, verified_R):  # type: ignore[no-un
             if left > 0 and g < lengths_R[r] and survivals_RG[r, g] == last:
                 verified_R[r] += 1
                 left -= 1
-
-
-confidences = remembered(_confidences)
-survivals = remembered(_survivals)
-corrected = remembered(_corrected)
-expected = remembered(_expected)
-moved_average = remembered(_moved_average)
-log_odds = remembered(_log_odds)
-learned = remembered(_learned)
-curve_at = remembered(_curve_at)
-verify_seconds = remembered(_verify_seconds)
-draft_seconds = remembered(_draft_seconds)
-best_draft = remembered(_best_draft)
-verified = remembered(_verified)

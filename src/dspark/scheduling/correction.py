@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from dspark.scheduling import compiled
-from dspark.scheduling.batch import Drafts, FloatArray, IntArray, frozen, frozen_floats, frozen_ints
+from dspark.scheduling.batch import Drafts, FloatArray, IntArray, check_fit, frozen, frozen_floats, frozen_ints
 
 __all__ = ["Correction", "corrected_survivals"]
 
@@ -105,10 +105,7 @@ class Correction:
 
 def corrected_survivals(survivals_RG: FloatArray, log_odds_R: FloatArray) -> FloatArray:
     """Survivals of confidences (each the ratio of a survival to the one before) with their log-odds shifted, [R, G]."""
-    if log_odds_R.shape != survivals_RG.shape[:1]:
-        raise ValueError(
-            f"survivals_RG {survivals_RG.shape} and log_odds_R {log_odds_R.shape} do not fit: [R, G] and [R]"
-        )
+    check_fit(survivals_RG=survivals_RG, log_odds_R=log_odds_R)
     corrected_RG = np.empty(survivals_RG.shape)
     compiled.corrected(frozen_floats(survivals_RG), frozen_floats(log_odds_R), corrected_RG)
     return frozen(corrected_RG)
