@@ -76,10 +76,12 @@ def main() -> None:
     print(table(results))
 
 
-def opened(arguments: argparse.Namespace) -> tuple[Models, list[StreamPrompt], dict[str, Any]]:
+def opened(
+    arguments: argparse.Namespace, *, speculation: bool = True
+) -> tuple[Models, list[StreamPrompt], dict[str, Any]]:
     """Models, prompts that fit with their answers, and what a result says of both."""
     models = open_models(
-        target=arguments.target, drafter=arguments.drafter, speculation=True, dtype=arguments.dtype, device="cpu"
+        target=arguments.target, drafter=arguments.drafter, speculation=speculation, dtype=arguments.dtype, device="cpu"
     )
     names = "builtin" if arguments.benchmarks is None else "gsm8k,humaneval,mt-bench"
     prompts = load_prompts(names, seed=arguments.seed, directory=arguments.benchmarks)

@@ -1,10 +1,9 @@
-"""What a step of the embedded target costs, by its tokens, types and paths; all in turns in one run.
+"""What a step of the embedded target costs, by its tokens and types; all in turns in one run.
 
     python benchmarks/step.py
 
-A step is a forward pass over one request's tokens at a context, and the LM head on each. ``int8`` is the compiled pass,
-``int8-torch`` what runs where the processor lacks the instructions for it. Writes OUT with provenance and prints the
-medians in Markdown, with their ratios to the first type's single token.
+A step is a forward pass over one request's tokens at a context, and the LM head on each. Writes OUT with provenance and
+prints the medians in Markdown, with their ratios to the first type's single token.
 """
 
 from __future__ import annotations
@@ -14,19 +13,17 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 from statistics import median
-from unittest import mock
 
 import torch
 from provenance import provenance
 
 from dspark import load_target
 from dspark.files import write_json
-from dspark.models import decoder
 from dspark.models.target import Target
 from dspark.types import Segment
 
 RESULTS = Path(__file__).parent / "results" / "step.json"
-KINDS = ("int8", "int8-torch", "bfloat16", "float32")
+KINDS = ("int8", "bfloat16", "float32")
 
 
 def main() -> None:
@@ -42,7 +39,7 @@ def main() -> None:
     kinds = arguments.kinds.split(",")
     if unknown := set(kinds) - set(KINDS):
         parser.error(f"--kinds: {sorted(unknown)} are not of {KINDS}")
-    targets = {kind: load(kind) for kind in kinds}
+    targets = {kind: load_target("embedded", dtype=kind).model for kind in kinds}
     cells = []
     for tokens in (int(number) for number in arguments.tokens.split(",")):
         steps = {
@@ -56,14 +53,6 @@ def main() -> None:
     for cell in cells:
         times = [f"{value:.1f} ({value / single:.2f})" for value in cell["step_ms"].values()]
         print(f"| {cell['tokens']} | {' | '.join(times)} |")
-
-
-def load(kind: str) -> Target:
-    """The embedded target in a type, or on a path."""
-    if kind != "int8-torch":
-        return load_target("embedded", dtype=kind).model
-    with mock.patch.object(decoder, "has_dot_products", return_value=False):
-        return load_target("embedded", dtype="int8").model
 
 
 def make_step(target: Target, tokens: int, context: int, requests: bool) -> Callable[[], object]:

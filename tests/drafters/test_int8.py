@@ -24,7 +24,7 @@ DrafterOf = Callable[..., TrainableDrafter]
 ContextOf = Callable[[TrainableDrafter, int], Context]
 HEADS = ("none", "vanilla", "gated", "rnn")
 
-pytestmark = pytest.mark.skipif(not has_dot_products(), reason="this processor has no AVX512-VNNI")
+pytestmark = pytest.mark.skipif(not has_dot_products(), reason="this processor has no instructions for it")
 
 
 def wide(drafter_of: DrafterOf, variant: str, **changes: object) -> DSparkDrafter:
@@ -57,7 +57,7 @@ def test_int8_is_near_to_float(variant: str, reduced: bool, drafter_of: DrafterO
     error = (near - exact).norm() / (exact - exact.mean(-1, keepdim=True)).norm()
     assert 0.0 < error < 0.06
     if sure is not None:
-        torch.testing.assert_close(near_sure, sure, atol=0.1, rtol=0.0)
+        torch.testing.assert_close(near_sure, sure, atol=0.15, rtol=0.0)
 
 
 @pytest.mark.parametrize("variant", HEADS)
@@ -266,7 +266,8 @@ def test_context_that_waits_in_parts_is_as_if_it_came_at_once(drafter_of: Drafte
     extend(drafter, cache, {0: (60, context.cut(60))})
     rows = slice(0, len(context.tokens_N))
     drafter.propose(cache, [0], anchor, greedy(1))
-    assert torch.equal(cache.keys[:, :, rows], expected.keys[:, :, rows])
+    keys, expected_keys = (each.keys.transpose(-1, -2).flatten(2, 3) for each in (cache, expected))  # columns there
+    assert torch.equal(keys[:, :, rows], expected_keys[:, :, rows])
     assert torch.equal(cache.values[:, :, rows], expected.values[:, :, rows])
     drafter.propose(cache, [0], anchor, greedy(1))  # nothing waits
 

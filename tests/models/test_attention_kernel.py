@@ -20,7 +20,7 @@ from dspark.models.kv_cache import columns_shape
 NUM_SLOTS, NUM_BLOCKS = 3, 12  # a slot holds 192 positions: three tiles of the kernel
 LENGTH = NUM_BLOCKS * BLOCK_SIZE
 SCALE = 0.17
-needs_instructions = pytest.mark.skipif(not has_dot_products(), reason="float16 is for processors with AVX512")
+needs_instructions = pytest.mark.skipif(not has_dot_products(), reason="float16 is for processors with AVX2")
 either = pytest.mark.parametrize(
     "is_half", [False, pytest.param(True, marks=needs_instructions)], ids=["float32", "float16"]
 )

@@ -1,19 +1,23 @@
 from __future__ import annotations
 
 import itertools
+import os
+import subprocess
+import sys
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from llvmlite import binding
 from numba.core import config
 
 from dspark.models import int8_linear
-from dspark.models.int8_intrinsics import GROUP, has_dot_products
+from dspark.models.int8_intrinsics import ALL_INSTRUCTIONS, GROUP, SWITCH, chosen_instructions, has_dot_products
 from dspark.models.int8_linear import GroupedInt8Linear
 
-pytestmark = pytest.mark.skipif(not has_dot_products(), reason="this processor has no AVX512-VNNI")
+pytestmark = pytest.mark.skipif(not has_dot_products(), reason="this processor has no instructions for it")
 
 
 def random(*shape: int, seed: int) -> torch.Tensor:
@@ -25,16 +29,24 @@ def random(*shape: int, seed: int) -> torch.Tensor:
     return numbers
 
 
+def int8_groups(x_NI: torch.Tensor, *, as_weights: bool) -> tuple[torch.Tensor, torch.Tensor]:
+    """Scales ``[N, g]`` and numbers ``[N, g, GROUP]`` of ``x``."""
+    x_NgI = torch.nn.functional.pad(x_NI, (0, -x_NI.shape[1] % GROUP)).unflatten(1, (-1, GROUP))
+    largest_Ng = x_NgI.abs().amax(-1)
+    if not as_weights:
+        scales_Ng = largest_Ng.clamp_min(1e-12) * torch.tensor(1.0 / 127.0)
+        return scales_Ng, (x_NgI * (1.0 / scales_Ng).unsqueeze(-1)).round()
+    needed_Ng = (largest_Ng / 127.0).clamp_min(1e-12)
+    rounded = needed_Ng.bfloat16()  # the next bfloat16 number that is not below
+    up = (rounded.view(torch.int16) + 1).view(torch.bfloat16)
+    scales_Ng = torch.where(rounded.float() < needed_Ng, up, rounded).float()
+    return scales_Ng, (x_NgI / scales_Ng.unsqueeze(-1)).round()
+
+
 def quantised(x_NI: torch.Tensor, *, as_weights: bool) -> torch.Tensor:
     """What the int8 numbers of ``x`` stand for, in float64."""
-    size = x_NI.shape[1]
-    x_NgI = torch.nn.functional.pad(x_NI, (0, -size % GROUP)).unflatten(1, (-1, GROUP))
-    scales_Ng1 = (x_NgI.abs().amax(-1, keepdim=True) / 127.0).clamp_min(1e-12)
-    if as_weights:  # the next bfloat16 number that is not below
-        rounded = scales_Ng1.bfloat16()
-        up = (rounded.view(torch.int16) + 1).view(torch.bfloat16)
-        scales_Ng1 = torch.where(rounded.float() < scales_Ng1, up, rounded).float()
-    return ((x_NgI / scales_Ng1).round().double() * scales_Ng1.double()).flatten(1)[:, :size]
+    scales_Ng, numbers_NgI = int8_groups(x_NI, as_weights=as_weights)
+    return (numbers_NgI.double() * scales_Ng.unsqueeze(-1).double()).flatten(1)[:, : x_NI.shape[1]]
 
 
 @pytest.mark.parametrize(("size_in", "size_out"), [(32, 48), (576, 144), (56, 97), (8, 1), (100, 50)])
@@ -50,6 +62,23 @@ def test_it_multiplies_what_int8_numbers_stand_for(size_in: int, size_out: int, 
     near = (y_NO.double() - (inputs @ weights.T + bias_O)).abs() < 1e-4 * (1.0 + inputs.abs() @ weights.abs().T)
     assert near.float().mean() > 0.98
     torch.testing.assert_close(GroupedInt8Linear(weight_OI, None)(x_NI) + bias_O, y_NO, atol=1e-3, rtol=1e-4)
+
+
+@pytest.mark.parametrize(("size_in", "size_out"), [(576, 144), (56, 97)])
+def test_its_bits_are_the_same_whatever_the_instructions(size_in: int, size_out: int) -> None:
+    """Sums of a group are exact, then comes one product, and one addition with a product, both rounded once."""
+    weight_OI, x_NI, bias_O = (random(*shape, seed=3) for shape in ((size_out, size_in), (13, size_in), (1, size_out)))
+    scales_Ng, numbers_Ngi = int8_groups(x_NI, as_weights=False)
+    scales_Og, numbers_Ogi = int8_groups(weight_OI, as_weights=True)
+    sums_gNO = torch.einsum("ngi,ogi->gno", numbers_Ngi.double(), numbers_Ogi.double()).float()
+    expected_NO = bias_O.expand(len(x_NI), -1)
+    for group, sums_NO in enumerate(sums_gNO):
+        scaled_NO = (sums_NO * scales_Og[:, group]).double()
+        # float64 holds the product, and all but the last bits of a sum of numbers of one size.
+        expected_NO = (scaled_NO * scales_Ng[:, group, None].double() + expected_NO.double()).float()
+    y_NO = GroupedInt8Linear(weight_OI, bias_O[0])(x_NI)
+    assert (y_NO == expected_NO).float().mean() > 0.999
+    torch.testing.assert_close(y_NO, expected_NO, rtol=3e-7, atol=1e-6)
 
 
 def test_it_is_near_the_float_product_where_rows_have_outliers() -> None:
@@ -151,3 +180,31 @@ def test_code_for_another_processor_has_no_dot_products(
     """As the variables ``NUMBA_...`` ask for it; LLVM ends the process where an instruction is not there."""
     monkeypatch.setattr(config, setting, value)
     assert not has_dot_products()
+
+
+LOAD = """
+from dspark import load_target
+from dspark.models.int8_intrinsics import INSTRUCTIONS
+print(load_target("embedded").model.compute_dtype, INSTRUCTIONS and INSTRUCTIONS.name)
+"""
+
+
+@pytest.mark.parametrize("name", [*(each.name for each in ALL_INSTRUCTIONS), "none"])
+def test_the_environment_says_what_products_are_compiled_for(name: str) -> None:
+    there = binding.get_host_cpu_features()
+    features = next((each.features for each in ALL_INSTRUCTIONS if each.name == name), ())
+    run = subprocess.run(
+        [sys.executable, "-c", LOAD], env={**os.environ, SWITCH: name}, capture_output=True, text=True, check=False
+    )
+    if not all(there.get(feature) for feature in features):
+        assert run.returncode != 0
+        assert "this processor has no such instructions" in run.stderr
+        return
+    assert run.returncode == 0, run.stderr
+    assert run.stdout.split() == (["bfloat16", "None"] if name == "none" else ["int8", name])
+
+
+def test_an_unknown_name_in_the_environment_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(SWITCH, "avx")
+    with pytest.raises(ValueError, match="DSPARK_INT8 is 'avx': it may be one of avx512vnni, avx2, none"):
+        chosen_instructions()

@@ -9,7 +9,7 @@ from dspark.models.int8_intrinsics import has_dot_products
 from dspark.models.row_kernels import store_halves
 
 
-@pytest.mark.skipif(not has_dot_products(), reason="float16 is for processors with AVX512")
+@pytest.mark.skipif(not has_dot_products(), reason="float16 is for processors with AVX2")
 @pytest.mark.parametrize("step", [2, 32])
 def test_halves_are_the_nearest_within_their_range(step: int) -> None:
     x = torch.randn(43, generator=torch.Generator().manual_seed(0))

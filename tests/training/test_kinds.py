@@ -65,7 +65,7 @@ def test_a_memorised_target_is_drafted_to_the_last_token(
     recipe = tiny_recipe(
         write_rows(tmp_path / "data", rows),
         tmp_path / "run",
-        batch={"steps": 120, "blocks_per_step": 48, "anchor_every_tokens": 2, "warmup_steps": 5},
+        batch={"steps": 180, "blocks_per_step": 48, "anchor_every_tokens": 2, "warmup_steps": 5},
         loss={"cross_entropy": 1.0},
         optimiser={"learning_rate": 0.01},
         held_out={"every_steps": 60, "fraction": 0.3},

@@ -39,6 +39,7 @@ class DrafterCache(KVCache):
         scratch: Inputs of a block.
         tables: Where the positions are; with room for ``scratch`` more than ``max_length`` a slot.
         dtype: Of what the drafter computes.
+        is_half: Keep float16, keys as columns, for compiled code in int8.
         feature_size: Width of ``features``; 0 for none.
     """
 
@@ -53,20 +54,23 @@ class DrafterCache(KVCache):
         scratch: int,
         device: torch.device,
         dtype: torch.dtype,
+        is_half: bool = False,
         feature_size: int = 0,
         tables: BlockTables | None = None,
     ) -> None:
+        # On a CPU the compiled attention reads float32: faster, and a row's bits do not depend on the others.
+        memory_dtype = torch.float16 if is_half else torch.float32 if device.type == "cpu" else dtype
         super().__init__(
             num_layers=num_layers,
             num_slots=num_slots,
             num_kv_heads=num_kv_heads,
             max_length=max_length,
             head_dim=head_dim,
-            # On a CPU the compiled attention reads float32: faster, and a row's bits do not depend on the others.
-            dtype=torch.float32 if device.type == "cpu" else dtype,
+            dtype=memory_dtype,
             device=device,
             tables=tables,
             scratch=scratch,
+            key_columns=is_half,
         )
         self.features: Tensor = torch.zeros((self.tables.num_rows, feature_size), device=device, dtype=dtype)
         self.waiting: list[WaitingContext] = []

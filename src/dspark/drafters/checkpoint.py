@@ -24,6 +24,7 @@ from dspark.drafters.initialization import check_target, vocabulary_maps
 from dspark.drafters.protocol import DraftTarget
 from dspark.drafters.registry import TrainableDrafter, new_drafter, read_config
 from dspark.files import replacing, write_json
+from dspark.heap import trim_heap
 
 CONFIG_FILE = "config.json"
 TENSOR_FILE = "model.safetensors"
@@ -86,6 +87,7 @@ def load_drafter(
     wants_int8 = follows_target and target is not None and target.compute_dtype == "int8"
     if wants_int8 and isinstance(drafter, DSparkDrafter) and drafter.can_compute_in_int8:
         drafter.compute_in_int8()
+        trim_heap()
     if calibrated:
         drafter.calibration = attached_calibration(
             directory, drafter, block_size=config.block_size, confident=drafter.has_confidence_head

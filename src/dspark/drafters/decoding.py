@@ -212,7 +212,7 @@ class Int8Computation:
             confidence_V=confidence_V,
         )
         self._kernel = DraftKernel(
-            DecoderKernel(shape, layers, _copy(drafter.norm.weight), None, is_half=False),
+            DecoderKernel(shape, layers, _copy(drafter.norm.weight), None),
             shape,
             weights,
             rope=ropes.like(weights.context_norm_H),

@@ -28,7 +28,7 @@ from dspark.drafters.cache import DrafterCache
 from dspark.drafters.protocol import DraftBlock, PlainSampler
 from dspark.models.attention import AttentionPlan
 from dspark.models.compiling import SOURCE
-from dspark.models.decoder_kernel import OUTSIDE, DecoderKernel, address, run_layers
+from dspark.models.decoder_kernel import OUTSIDE, DecoderKernel, address, run_layers, store_key_and_value
 from dspark.models.decoder_layer import LayersShape
 from dspark.models.int8_intrinsics import GROUP, ROW_GROUP_BYTES, add_atomically, read_atomically
 from dspark.models.int8_linear import (
@@ -44,7 +44,7 @@ from dspark.models.int8_linear import (
     wait,
 )
 from dspark.models.rope import RopeTable
-from dspark.models.row_kernels import add_row, copy_row, draw, most_likely, norm_row, rotate_head, softmax_of
+from dspark.models.row_kernels import add_row, copy_row, draw, most_likely, norm_row, softmax_of
 from dspark.models.threads import run_together
 from dspark.models.vector_intrinsics import pointer
 
@@ -105,7 +105,7 @@ class DraftKernel:
     """Computes context and blocks with weights that do not change any more.
 
     Args:
-        layers: of the backbone; keys and values in float32.
+        layers: of the backbone; keys and values in float16.
         num_inputs: of a block.
         block_size: predicting slots of a block, the last of its inputs.
     """
@@ -374,12 +374,11 @@ def _write_context(
         column = piece // kv_heads * 2 * kv_heads + piece % kv_heads
         for row in range(rows):  # in their order: the later of two at one place stays
             key_at = projected_at + row * kv_width * 4 + column * step
-            place = (piece * num_rows + token_rows[row]) * step
             norm_row(key_at, key_at, key_norm_at, head_dim, eps)
-            rotate_head(
-                key_at, keys_at + place, cos_at + positions[row] * step, sin_at + positions[row] * step, head_dim
-            )
-            copy_row(key_at + kv_heads * step, values_at + place, head_dim)
+            store_key_and_value(
+                key_at, key_at + kv_heads * step, cos_at + positions[row] * step, sin_at + positions[row] * step,
+                keys_at, values_at, piece * num_rows + token_rows[row], head_dim,
+            )  # fmt: skip
         done += 1
     finish(at, done)
     return wait(at, pieces, threads)

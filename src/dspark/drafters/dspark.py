@@ -81,7 +81,7 @@ class DSparkDrafter(DraftModel):
         """
         if not self.can_compute_in_int8:
             raise ValueError(
-                "int8 needs a CPU with AVX512-VNNI and head_dim divisible by 8 "
+                "int8 needs a CPU with AVX2 or AVX512-VNNI and head_dim divisible by 8 "
                 f"(device {self.device}, head_dim {self.config.head_dim})"
             )
         self._computation = Int8Computation(self, self._rope)
@@ -105,6 +105,7 @@ class DSparkDrafter(DraftModel):
             scratch=config.num_block_inputs,
             device=self.device,
             dtype=self.dtype,
+            is_half=self.compute_dtype == "int8",
             tables=tables,
         )
 

@@ -18,6 +18,7 @@ from dspark.drafters.registry import TrainableDrafter, drafter_kind
 from dspark.files import write_json
 from dspark.models.embedded import cache_root
 from dspark.models.hardware import hardware_name
+from dspark.models.int8_intrinsics import INSTRUCTIONS
 from dspark.models.loading import LoadedTarget
 from dspark.scheduling import DraftPoint, PrefillPoint, StepCost, VerifyPoint
 
@@ -115,6 +116,10 @@ def profile_key(target: LoadedTarget, drafter: TrainableDrafter, *, max_concurre
     dtype = str(drafter.dtype).removeprefix("torch.")
     config = json.dumps(drafter.config.to_dict(dtype), sort_keys=True)
     digest = hashlib.sha256(config.encode()).hexdigest()[:16]
+    dtype_of_target = target.model.compute_dtype
+    if dtype_of_target == "int8":
+        assert INSTRUCTIONS is not None, "it could not be loaded without"
+        dtype_of_target += f" ({INSTRUCTIONS.name})"
     return ProfileKey(
         hardware=hardware_name(target.model.device),
         cores=_usable_cores(),
@@ -122,7 +127,7 @@ def profile_key(target: LoadedTarget, drafter: TrainableDrafter, *, max_concurre
         target=Path(target.name).name,
         fingerprint=target.model.fingerprint,
         implementation=target.implementation,
-        dtype=target.model.compute_dtype,
+        dtype=dtype_of_target,
         drafter=f"{drafter_kind(drafter.config)}, {drafter.compute_dtype}, {digest}",
         block_size=drafter.block_size,
         torch=torch.__version__,

@@ -2,24 +2,23 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from functools import lru_cache
 
 import torch
 from torch.nn import functional
 
+from dspark.heap import trim_heap
 from dspark.models.attention import AttentionPlan, attend
 from dspark.models.block_tables import BlockTables
 from dspark.models.config import DecoderConfig
 from dspark.models.decoder_kernel import DecoderKernel, embed_rows
 from dspark.models.decoder_layer import DecoderLayer, LayersShape
 from dspark.models.fingerprint import Fingerprint
-from dspark.models.int8_intrinsics import has_dot_products
+from dspark.models.int8_intrinsics import SWITCH, has_dot_products
 from dspark.models.int8_linear import GroupedInt8Linear
 from dspark.models.kv_cache import KVCache
-from dspark.models.linear import FloatLinear, Int8Linear, Linear
+from dspark.models.linear import FloatLinear, Linear
 from dspark.models.rope import RopeTable, rotate
 from dspark.models.target import TargetCache, TargetOutput, check_pass
 from dspark.types import Segment
@@ -28,7 +27,6 @@ _ACTIVATIONS: Mapping[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "silu": functional.silu,
     "gelu_tanh": lambda x: functional.gelu(x, approximate="tanh"),
 }
-_log = logging.getLogger("dspark")
 COMPUTE_DTYPES = ("float32", "bfloat16", "int8")
 
 
@@ -60,12 +58,14 @@ class Decoder:
         self._quantised = compute_dtype == "int8"
         if self._quantised and self._device.type != "cpu":
             raise ValueError(f"dtype int8 runs on the CPU only, not on {device}; use bfloat16 there")
-        self._is_compiled = self._quantised and has_dot_products()
-        if self._quantised and not self._is_compiled:
-            _announce_slow_int8()
+        if self._quantised and not has_dot_products():
+            raise ValueError(
+                "dtype int8 needs a processor with AVX2 or AVX512-VNNI instructions, and an environment that does not "
+                f"forbid them ({SWITCH}, NUMBA_...); use bfloat16 here"
+            )
         self._dtype = torch.bfloat16 if compute_dtype == "bfloat16" else torch.float32
         self.compute_dtype = compute_dtype
-        reader = _WeightReader(weights, self._dtype, self._device)
+        reader = _WeightReader(weights, self._dtype, self._device, copies=self._quantised)
         c = config
         self._embedding_VH = reader.take("model.embed_tokens.weight", (c.vocab_size, c.hidden_size))
         self._layers = [self._read_layer(reader, index) for index in range(c.num_layers)]
@@ -82,7 +82,7 @@ class Decoder:
         self._rope = RopeTable(c.rope, self._dtype, self._device)
         self._sliding_rope = RopeTable(c.sliding_rope, self._dtype, self._device) if c.sliding_rope else self._rope
         self._kernel: DecoderKernel | None = None
-        if self._is_compiled and c.head_dim % 8 == 0:
+        if self._quantised and c.head_dim % 8 == 0:
             shape = LayersShape(
                 num_layers=c.num_layers,
                 intermediate_size=c.intermediate_size,
@@ -94,7 +94,9 @@ class Decoder:
                 activation=c.activation,
             )
             assert isinstance(self._lm_head, GroupedInt8Linear), "int8 products go with int8 layers"
-            self._kernel = DecoderKernel(shape, self._layers, self._final_norm_H, self._lm_head, is_half=True)
+            self._kernel = DecoderKernel(shape, self._layers, self._final_norm_H, self._lm_head)
+        if self._quantised:
+            trim_heap()  # of what the float weights took
 
     @property
     def config(self) -> DecoderConfig:
@@ -264,8 +266,7 @@ class Decoder:
         return functional.rms_norm(x_NH, (x_NH.shape[-1],), weight_H, self._config.norm_eps)
 
     def _linear(self, weight_OI: torch.Tensor, bias_O: torch.Tensor | None) -> Linear:
-        kind = FloatLinear if not self._quantised else GroupedInt8Linear if self._is_compiled else Int8Linear
-        return kind(weight_OI, bias_O)
+        return (GroupedInt8Linear if self._quantised else FloatLinear)(weight_OI, bias_O)
 
     def _read_norm(self, reader: _WeightReader, name: str, size: int) -> torch.Tensor:
         weight = reader.take(name, (size,))
@@ -313,22 +314,23 @@ def _capped(logits_MV: torch.Tensor, cap: float) -> torch.Tensor:
     return cap * torch.tanh(logits_MV / cap)
 
 
-@lru_cache(maxsize=1)
-def _announce_slow_int8() -> None:
-    _log.warning(
-        "int8 runs through PyTorch here, slower and with one scale a row: the processor has no AVX512-VNNI instructions"
-    )
-
-
 class _WeightReader:
-    """Hands out checkpoint tensors once each, checked for shape, and names what is missing or left over."""
+    """Hands out checkpoint tensors once each, checked for shape, and names what is missing or left over.
 
-    def __init__(self, weights: Mapping[str, torch.Tensor], dtype: torch.dtype, device: torch.device) -> None:
+    Args:
+        copies: hand out none that lies in the checkpoint's own memory. Kept, it keeps a mapped file in memory, of which
+            little is needed once the other weights are quantised.
+    """
+
+    def __init__(
+        self, weights: Mapping[str, torch.Tensor], dtype: torch.dtype, device: torch.device, *, copies: bool
+    ) -> None:
         self._weights = weights
         self._left = set(weights)
         self._fingerprint = Fingerprint()
         self._dtype = dtype
         self._device = device
+        self._copies = copies
 
     def take(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
         if name not in self._weights:
@@ -338,7 +340,7 @@ class _WeightReader:
             raise ValueError(f"tensor {name} has shape {tuple(tensor.shape)}, the config asks for {shape}")
         self._left.discard(name)
         self._fingerprint.update(name, tensor)
-        return tensor.to(device=self._device, dtype=self._dtype).contiguous()
+        return tensor.to(device=self._device, dtype=self._dtype, copy=self._copies).contiguous()
 
     def drop(self, name: str) -> None:
         self._left.discard(name)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import lru_cache, partial
+from functools import lru_cache
 from itertools import accumulate
 from typing import Any
 
@@ -41,7 +41,16 @@ from dspark.models.int8_linear import (
 )
 from dspark.models.kv_cache import KVCache, columns_shape
 from dspark.models.linear import Linear
-from dspark.models.row_kernels import activate_row, add_row, copy_row, most_likely, norm_row, rotate_head, store_halves
+from dspark.models.row_kernels import (
+    activate_row,
+    add_row,
+    copy_row,
+    most_likely,
+    norm_row,
+    rotate_head,
+    rotate_head_to_halves,
+    store_halves,
+)
 from dspark.models.target import TargetOutput
 from dspark.models.threads import run_together
 from dspark.models.vector_intrinsics import pointer
@@ -84,9 +93,10 @@ class PreparedLayers:
 class DecoderKernel:
     """Runs the layers of a decoder whose linear layers are :class:`GroupedInt8Linear`, in float32 between them.
 
+    Keys and values are kept in float16, those beyond ±65504 as that, and keys as columns.
+
     Args:
         head: from hidden states to logits; None for a model that is only asked for states.
-        is_half: keys and values are kept in float16, those beyond ±65504 as that, and keys as columns; else in float32.
     """
 
     def __init__(
@@ -95,17 +105,14 @@ class DecoderKernel:
         layers: Sequence[DecoderLayer],
         final_norm_H: torch.Tensor,
         head: GroupedInt8Linear | None,
-        *,
-        is_half: bool,
     ) -> None:
         self._shape = shape
-        self._is_half = is_half
         self._layers, self._final_norm_H, self._head = list(layers), final_norm_H, head  # they outlive the addresses
         self._table = np.array([_addresses(layer) for layer in layers], dtype=np.int64)
         linears = [_packed(linear) for linear in (layers[0].qkv, layers[0].output, layers[0].gate_up, layers[0].down)]
         self._widths = tuple(linear.padded_out for linear in linears)
         self._groups = max(linear.packed.shape[1] for linear in linears)
-        self._attention = attention_kernel(shape.head_dim, shape.num_heads // shape.num_kv_heads, is_half)
+        self._attention = attention_kernel(shape.head_dim, shape.num_heads // shape.num_kv_heads, is_half=True)
         self._same_arguments = (
             self._table.ctypes.data, shape.num_layers, len(final_norm_H), shape.intermediate_size, shape.num_heads,
             shape.num_kv_heads, shape.head_dim, np.float32(shape.norm_eps), shape.activation == "gelu_tanh",
@@ -118,8 +125,7 @@ class DecoderKernel:
 
     def __reduce__(self) -> tuple[Callable[..., DecoderKernel], tuple[object, ...]]:
         """A copy looks up the addresses of its own weights."""
-        arguments = self._shape, self._layers, self._final_norm_H, self._head
-        return partial(DecoderKernel, is_half=self._is_half), arguments
+        return DecoderKernel, (self._shape, self._layers, self._final_norm_H, self._head)
 
     def __call__(
         self,
@@ -194,7 +200,7 @@ class DecoderKernel:
             *(scratch_at + 4 * place for place in accumulate(sizes, initial=0)), out_NH.data_ptr(),
             taps_NT.data_ptr(), hidden * num_taps, tap_columns_at,
             *(table.data_ptr() for rope in ropes for table in rope), positions_at,
-            cache.keys.data_ptr(), cache.values.data_ptr(), plan.tables.num_rows, self._is_half, token_rows_at,
+            cache.keys.data_ptr(), cache.values.data_ptr(), plan.tables.num_rows, token_rows_at,
             self._attention_at, tables.data_ptr(), *tables.shape, slots_at,
             visible_at if plan.is_causal else ends_at, self._query_scale, plan.window or _WHOLE, plan.first,
             queries_together(rows * c.num_kv_heads, threads),
@@ -211,13 +217,10 @@ class DecoderKernel:
     def check_cache(self, cache: KVCache) -> None:
         """Raise ValueError unless the memory of ``cache`` is this model's."""
         c = self._shape
-        shape: tuple[int, ...] = (c.num_layers, c.num_kv_heads, cache.tables.num_rows, c.head_dim)
-        dtype = torch.float16 if self._is_half else torch.float32
-        if self._is_half:
-            shape = columns_shape(shape)
-        if cache.keys.shape != shape or cache.keys.dtype != dtype:
+        shape = columns_shape((c.num_layers, c.num_kv_heads, cache.tables.num_rows, c.head_dim))
+        if cache.keys.shape != shape or cache.keys.dtype != torch.float16:
             raise ValueError(
-                f"the cache holds keys {tuple(cache.keys.shape)} in {cache.keys.dtype}, this model {shape} in {dtype}: "
+                f"the cache holds keys {tuple(cache.keys.shape)} in {cache.keys.dtype}, this model {shape} in float16: "
                 "take one from its new_cache"
             )
 
@@ -295,9 +298,19 @@ def _norm_head(row_at: int, head: int, qk_norm_at: int, head_dim: int, eps: Any)
 
 
 @njit(error_model="numpy")  # type: ignore[untyped-decorator]
+def store_key_and_value(
+    key_at: int, value_at: int, cos_at: int, sin_at: int, keys_at: int, values_at: int, place: int, head_dim: int
+) -> None:
+    """Rotate a key and store it as a column of its block, and the value as a row, at a place of all heads' places."""
+    column_at = keys_at + (place // BLOCK_SIZE * head_dim * BLOCK_SIZE + place % BLOCK_SIZE) * 2
+    rotate_head_to_halves(key_at, column_at, 2 * BLOCK_SIZE, cos_at, sin_at, head_dim)
+    store_halves(value_at, values_at + place * head_dim * 2, 2, head_dim)
+
+
+@njit(error_model="numpy")  # type: ignore[untyped-decorator]
 def _place_heads(
     y_at: int, rows: int, width: int, heads: int, kv_heads: int, head_dim: int, qk_norm_at: int, eps: Any, cos_at: int,
-    sin_at: int, positions_at: int, q_at: int, keys_at: int, values_at: int, num_rows: int, is_half: bool,
+    sin_at: int, positions_at: int, q_at: int, keys_at: int, values_at: int, num_rows: int,
     token_rows_at: int, counters_at: int, threads: int,
     thread: int,
 ) -> Any:  # fmt: skip
@@ -319,22 +332,13 @@ def _place_heads(
         for row in range(begin, min(begin + BLOCK_SIZE, rows)):
             row_at, place = y_at + row * width * 4, kv_head * num_rows + token_rows[row]
             cos_row_at, sin_row_at = cos_at + positions[row] * step, sin_at + positions[row] * step
-            queries_at = row_at + kv_head * group * step
             for h in range(group):
                 head = kv_head * group + h
                 _norm_head(row_at, head, qk_norm_at, head_dim, eps)
                 rotate_head(row_at + head * step, q_at + (row * heads + head) * step, cos_row_at, sin_row_at, head_dim)
             key_at, value_at = row_at + (heads + kv_head) * step, row_at + (heads + kv_heads + kv_head) * step
             _norm_head(row_at, heads + kv_head, qk_norm_at, head_dim, eps)
-            if is_half:
-                # The queries are no longer needed where they were.
-                rotate_head(key_at, queries_at, cos_row_at, sin_row_at, head_dim)
-                column_at = keys_at + (place // BLOCK_SIZE * head_dim * BLOCK_SIZE + place % BLOCK_SIZE) * 2
-                store_halves(queries_at, column_at, 2 * BLOCK_SIZE, head_dim)
-                store_halves(value_at, values_at + place * head_dim * 2, 2, head_dim)
-            else:
-                rotate_head(key_at, keys_at + place * step, cos_row_at, sin_row_at, head_dim)
-                copy_row(value_at, values_at + place * step, head_dim)
+            store_key_and_value(key_at, value_at, cos_row_at, sin_row_at, keys_at, values_at, place, head_dim)
         done += 1
     finish(counters_at, done)
     return wait(counters_at, pieces, threads)
@@ -364,7 +368,7 @@ def run_layers(
     is_gelu: bool, qkv_width: int, output_width: int, gate_up_width: int, down_width: int, final_norm_at: int,
     x_at: int, rows: int, y_at: int, normed_at: int, queries_at: int, attended_at: int, q_at: int, out_at: int,
     taps_at: int, taps_width: int, tap_columns_at: int, cos_at: int, sin_at: int, sliding_cos_at: int,
-    sliding_sin_at: int, positions_at: int, keys_at: int, values_at: int, num_rows: int, is_half: bool,
+    sliding_sin_at: int, positions_at: int, keys_at: int, values_at: int, num_rows: int,
     token_rows_at: int, attention_at: int, tables_at: int, num_slots: int, num_blocks: int, slots_at: int,
     visible_at: int, scale: Any, window: int, first: int, together: int, parts: int, failures_at: int, counters_at: int,
     threads: int, thread: int,
@@ -379,7 +383,7 @@ def run_layers(
     hidden_groups = (hidden + GROUP - 1) // GROUP
     heads_groups = (heads * head_dim + GROUP - 1) // GROUP
     intermediate_groups = (intermediate + GROUP - 1) // GROUP
-    layer_bytes = kv_heads * num_rows * head_dim * (2 if is_half else 4)
+    layer_bytes = kv_heads * num_rows * head_dim * 2
     at = counters_at
     added_at, added_norm_at, tap_at = 0, 0, 0  # what the layer before leaves to be done
     for index in range(num_layers):
@@ -396,7 +400,7 @@ def run_layers(
         at = _place_heads(
             y_at, rows, qkv_width, heads, kv_heads, head_dim, layer[_QK_NORM], eps,
             sliding_cos_at if is_sliding else cos_at, sliding_sin_at if is_sliding else sin_at, positions_at,
-            queries_at, layer_keys_at, layer_values_at, num_rows, is_half, token_rows_at, at, threads, thread,
+            queries_at, layer_keys_at, layer_values_at, num_rows, token_rows_at, at, threads, thread,
         )  # fmt: skip
         done, turn = 0, 0
         while True:

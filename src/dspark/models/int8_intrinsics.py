@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
+import torch
 from llvmlite import binding, ir
 from numba import types
 from numba.core import cgutils, config
@@ -12,16 +15,72 @@ from numba.extending import intrinsic
 
 from dspark.models.vector_intrinsics import emit_prefetch
 
+SWITCH = "DSPARK_INT8"
+"""The environment variable that names the instructions to use, or ``none``."""
 GROUP = 32
 """Inputs that share a scale."""
-LANES = 16
-VECTORS = 2
-COLUMNS = LANES * VECTORS
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Instructions:
+    """What a processor multiplies 8-bit numbers with, and the shapes that go with it.
+
+    Attributes:
+        name: of the instruction set.
+        features: that a processor must have, as LLVM names them.
+        lanes: 32-bit numbers of a vector.
+        rows: that are computed side by side, at most.
+        rows_to_prefetch: rows from which on memory is asked for ahead. Fewer do little else than wait: the processor's
+            own guess is better.
+        has_signed_weights: whether weights lie in memory as they are, or plus 128.
+    """
+
+    name: str
+    features: tuple[str, ...]
+    lanes: int
+    rows: int
+    rows_to_prefetch: int
+    has_signed_weights: bool
+
+
+AVX512_VNNI = Instructions(
+    name="avx512vnni", features=("avx512vnni", "avx512bw"), lanes=16, rows=8, rows_to_prefetch=5,
+    has_signed_weights=False,
+)  # fmt: skip
+AVX2 = Instructions(
+    name="avx2", features=("avx2", "fma", "f16c"), lanes=8, rows=5, rows_to_prefetch=1, has_signed_weights=True
+)
+ALL_INSTRUCTIONS = (AVX512_VNNI, AVX2)
+"""The best first. All give the same bits."""
+
+
+def chosen_instructions() -> Instructions | None:
+    """What products of this process are compiled for; None: numba makes no vector code here, or none that fits.
+
+    Raises:
+        ValueError: the environment asks for something else than there is.
+    """
+    asked = os.environ.get(SWITCH, "")
+    if asked and asked not in (names := [*(each.name for each in ALL_INSTRUCTIONS), "none"]):
+        raise ValueError(f"the environment variable {SWITCH} is {asked!r}: it may be one of {', '.join(names)}")
+    # Asked for code for another processor, LLVM would end the process.
+    is_native = config.CPU_NAME is None and config.CPU_FEATURES is None and config.ENABLE_AVX
+    if asked == "none" or not is_native or not hasattr(os, "sched_yield"):
+        return None
+    host = binding.get_host_cpu_features()
+    there = [each for each in ALL_INSTRUCTIONS if all(host.get(feature) for feature in each.features)]
+    if asked:
+        there = [each for each in there if each.name == asked]
+        if not there:
+            raise ValueError(f"the environment variable {SWITCH} is {asked!r}: this processor has no such instructions")
+    return there[0] if there else None
+
+
+INSTRUCTIONS = chosen_instructions()
+_SHAPES = INSTRUCTIONS or AVX2
+COLUMNS = 32
 """Outputs that are computed side by side."""
-ROWS = 8
-"""Rows that are computed side by side, at most: with them, all sums fit in 32 registers but a few."""
-_ROWS_TO_PREFETCH = 5
-"""Rows from which on memory is asked for ahead. Fewer do little else than wait: the processor's own guess is better."""
+ROWS = _SHAPES.rows
 GROUP_BYTES = COLUMNS * GROUP + COLUMNS * 2
 """Bytes of a group's weights and their scales (bfloat16), for ``COLUMNS`` outputs."""
 ROW_GROUP_BYTES = GROUP + 8
@@ -29,19 +88,11 @@ ROW_GROUP_BYTES = GROUP + 8
 
 _INT = ir.IntType(32)
 _LONG = ir.IntType(64)
-_INTS = ir.VectorType(_INT, LANES)
-_FLOATS = ir.VectorType(ir.FloatType(), LANES)
-_HALVES = ir.VectorType(ir.IntType(16), LANES)
 
 
 def has_dot_products() -> bool:
-    """Whether code compiled here may multiply and sum 8-bit numbers in one instruction (AVX512-VNNI)."""
-    if config.CPU_NAME is not None or config.CPU_FEATURES is not None or not config.ENABLE_AVX:
-        return False  # numba was asked for code for another processor, in which LLVM would end the process
-    if not hasattr(os, "sched_yield"):
-        return False
-    features = binding.get_host_cpu_features()
-    return bool(features.get("avx512vnni") and features.get("avx512bw"))
+    """Whether code compiled here may multiply and sum vectors of 8-bit numbers."""
+    return INSTRUCTIONS is not None and chosen_instructions() is not None
 
 
 def _load(builder: Any, address: Any, offset: int, kind: Any, align: int = 4) -> Any:
@@ -49,9 +100,9 @@ def _load(builder: Any, address: Any, offset: int, kind: Any, align: int = 4) ->
     return builder.load(place, align=align, typ=kind)
 
 
-def _spread(builder: Any, number: Any, kind: Any) -> Any:
-    vector = builder.insert_element(ir.Constant(kind, ir.Undefined), number, _INT(0))
-    return builder.shuffle_vector(vector, vector, ir.Constant(_INTS, [0] * LANES))
+def _spread(builder: Any, number: Any, lanes: int) -> Any:
+    vector = builder.insert_element(ir.Constant(ir.VectorType(number.type, lanes), ir.Undefined), number, _INT(0))
+    return builder.shuffle_vector(vector, vector, ir.Constant(ir.VectorType(_INT, lanes), [0] * lanes))
 
 
 @intrinsic(prefer_literal=True)  # type: ignore[untyped-decorator]
@@ -67,7 +118,8 @@ def dot_products(
     Args:
         rows: 1 to ``ROWS``.
         x: of each row ``groups`` times ``ROW_GROUP_BYTES``, with ``scales[r, g]`` behind the numbers ``x[r, g]``.
-        weights: for each group ``GROUP_BYTES``: numbers + 128 as bytes ``[GROUP / 4, COLUMNS, 4]``, and their scales.
+        weights: for each group ``GROUP_BYTES``: numbers ``[GROUP / 4, COLUMNS, 4]`` as :func:`weight_bytes` gives them,
+            and their scales.
         ahead: bytes from a group's weights to those to ask memory for meanwhile.
         bias: float32 ``[COLUMNS]``.
     """
@@ -88,57 +140,53 @@ def dot_products(
     return types.void(*[types.int64] * 9), generate
 
 
+def weight_bytes(numbers: torch.Tensor) -> torch.Tensor:
+    """int8 weights as the bytes that :func:`dot_products` reads."""
+    return numbers.view(torch.uint8) if _SHAPES.has_signed_weights else numbers.view(torch.uint8) ^ 0x80
+
+
 def _dot_products(
-    builder: Any, rows: int, x: Any, x_step: Any, groups: Any, weights: Any, ahead: Any, bias: Any, out: Any,
-    out_step: Any,
+    builder: Any, rows: int, x: Any, x_step: Any, groups: Any, weights: Any, ahead: Any,
+    bias: Any, out: Any, out_step: Any,
 ) -> None:  # fmt: skip
     """The code of :func:`dot_products` for so many rows."""
+    lanes, vectors = _SHAPES.lanes, COLUMNS // _SHAPES.lanes
+    ints, floats = ir.VectorType(_INT, lanes), ir.VectorType(ir.FloatType(), lanes)
 
     def row(base: Any, step: Any, r: int) -> Any:
         return builder.add(base, builder.mul(step, _LONG(r)))
 
-    kind = ir.FunctionType(_INTS, [_INTS] * 3)
-    dot = cgutils.get_or_insert_function(builder.module, kind, "llvm.x86.avx512.vpdpbusd.512")
-    kind = ir.FunctionType(_FLOATS, [_FLOATS] * 3)
-    fma = cgutils.get_or_insert_function(builder.module, kind, f"llvm.fma.v{LANES}f32")
-    cells = [(r, c) for r in range(rows) for c in range(VECTORS)]
+    kind = ir.FunctionType(floats, [floats] * 3)
+    fma = cgutils.get_or_insert_function(builder.module, kind, f"llvm.fma.v{lanes}f32")
+    cells = [(r, c) for r in range(rows) for c in range(vectors)]
     x_rows = [row(x, x_step, r) for r in range(rows)]
-    start = [_load(builder, bias, 4 * LANES * c, _FLOATS) for c in range(VECTORS)]
+    start = [_load(builder, bias, 4 * lanes * c, floats) for c in range(vectors)]
     before, loop, after = (builder.block, *(builder.append_basic_block(name) for name in ("group", "groups_done")))
     builder.branch(loop)
 
     builder.position_at_end(loop)
     group, place, begin = builder.phi(_LONG), builder.phi(_LONG), builder.phi(_LONG)
-    totals = {cell: builder.phi(_FLOATS) for cell in cells}
+    totals = {cell: builder.phi(floats) for cell in cells}
     group.add_incoming(_LONG(0), before)
     begin.add_incoming(_LONG(0), before)
     place.add_incoming(weights, before)
     for (_, c), total in totals.items():
         total.add_incoming(start[c], before)
     x_groups = [builder.add(base, begin) for base in x_rows]
-    if rows >= _ROWS_TO_PREFETCH:
+    if rows >= _SHAPES.rows_to_prefetch:
         for line in range(0, GROUP_BYTES, 64):
             emit_prefetch(builder, builder.add(place, builder.add(ahead, _LONG(line))))
-    exact = {}
-    for r in range(rows):
-        first = _spread(builder, _load(builder, x_groups[r], GROUP + 4, _INT), _INTS)
-        exact.update({(r, c): first for c in range(VECTORS)})
-    for i in range(GROUP // 4):
-        columns = [_load(builder, place, (i * VECTORS + c) * 4 * LANES, _INTS) for c in range(VECTORS)]
-        for r in range(rows):
-            four = _spread(builder, _load(builder, x_groups[r], 4 * i, _INT), _INTS)
-            for c in range(VECTORS):
-                exact[r, c] = builder.call(dot, [exact[r, c], columns[c], four])
+    exact = _group_sums(builder, x_groups, place)
     weight_scales = []
-    for c in range(VECTORS):
-        upper = builder.zext(_load(builder, place, COLUMNS * GROUP + 2 * LANES * c, _HALVES), _INTS)
-        upper = builder.shl(upper, ir.Constant(_INTS, [16] * LANES))
-        weight_scales.append(builder.bitcast(upper, _FLOATS))
+    for c in range(vectors):
+        halves = _load(builder, place, COLUMNS * GROUP + 2 * lanes * c, ir.VectorType(ir.IntType(16), lanes))
+        upper = builder.shl(builder.zext(halves, ints), ir.Constant(ints, [16] * lanes))
+        weight_scales.append(builder.bitcast(upper, floats))
     new: dict[tuple[int, int], Any] = {}
     for r in range(rows):
-        scale = _spread(builder, _load(builder, x_groups[r], GROUP, ir.FloatType()), _FLOATS)
-        for c in range(VECTORS):
-            scaled = builder.fmul(builder.sitofp(exact[r, c], _FLOATS), weight_scales[c])
+        scale = _spread(builder, _load(builder, x_groups[r], GROUP, ir.FloatType()), lanes)
+        for c in range(vectors):
+            scaled = builder.fmul(builder.sitofp(exact[r, c], floats), weight_scales[c])
             new[r, c] = builder.call(fma, [scaled, scale, totals[r, c]])
     next_group = builder.add(group, _LONG(1))
     group.add_incoming(next_group, loop)
@@ -150,8 +198,59 @@ def _dot_products(
 
     builder.position_at_end(after)
     for r, c in cells:
-        target = builder.add(row(out, out_step, r), _LONG(4 * LANES * c))
-        builder.store(new[r, c], builder.inttoptr(target, _FLOATS.as_pointer()), align=4)
+        target = builder.add(row(out, out_step, r), _LONG(4 * lanes * c))
+        builder.store(new[r, c], builder.inttoptr(target, floats.as_pointer()), align=4)
+
+
+def _group_sums(builder: Any, x_groups: list[Any], place: Any) -> dict[tuple[int, int], Any]:
+    """Exact products of a group of each row and its weights, by row and vector of outputs."""
+    lanes, vectors = _SHAPES.lanes, COLUMNS // _SHAPES.lanes
+    ints, sums = ir.VectorType(_INT, lanes), {}
+    multiply = _unsigned_products(builder, ints) if not _SHAPES.has_signed_weights else _signed_products(builder, ints)
+    for r, x_group in enumerate(x_groups):
+        first = ir.Constant(ints, [0] * lanes)
+        if not _SHAPES.has_signed_weights:
+            first = _spread(builder, _load(builder, x_group, GROUP + 4, _INT), lanes)
+        sums.update({(r, c): first for c in range(vectors)})
+    for i in range(GROUP // 4):
+        columns = [_load(builder, place, (i * vectors + c) * 4 * lanes, ints) for c in range(vectors)]
+        for r, x_group in enumerate(x_groups):
+            four = _spread(builder, _load(builder, x_group, 4 * i, _INT), lanes)
+            for c in range(vectors):
+                sums[r, c] = multiply(sums[r, c], columns[c], four)
+    return sums
+
+
+def _unsigned_products(builder: Any, ints: Any) -> Callable[[Any, Any, Any], Any]:
+    """AVX512-VNNI: a sum plus the products of four weights + 128 and four numbers, in each lane."""
+    kind = ir.FunctionType(ints, [ints] * 3)
+    dot = cgutils.get_or_insert_function(builder.module, kind, "llvm.x86.avx512.vpdpbusd.512")
+    return lambda total, weights, numbers: builder.call(dot, [total, weights, numbers])
+
+
+def _signed_products(builder: Any, ints: Any) -> Callable[[Any, Any, Any], Any]:
+    """AVX2: the same of weights as they are. All numbers lie within ±127, so that two products fit in 16 bits.
+
+    One factor must be unsigned: the weights' signs go over to the numbers.
+    """
+    bytes_, shorts = (ir.VectorType(ir.IntType(bits), ints.count * 32 // bits) for bits in (8, 16))
+
+    def function(name: str, result: Any, *arguments: Any) -> Any:
+        return cgutils.get_or_insert_function(builder.module, ir.FunctionType(result, arguments), f"llvm.{name}")
+
+    absolute = function(f"abs.v{bytes_.count}i8", bytes_, bytes_, ir.IntType(1))
+    with_sign = function("x86.avx2.psign.b", bytes_, bytes_, bytes_)
+    two_products = function("x86.avx2.pmadd.ub.sw", shorts, bytes_, bytes_)
+    sum_of_two = function("x86.avx2.pmadd.wd", ints, shorts, shorts)
+    ones = ir.Constant(shorts, [1] * shorts.count)
+
+    def multiply(total: Any, weights: Any, numbers: Any) -> Any:
+        weights, numbers = builder.bitcast(weights, bytes_), builder.bitcast(numbers, bytes_)
+        sizes = builder.call(absolute, [weights, ir.IntType(1)(0)])
+        products = builder.call(two_products, [sizes, builder.call(with_sign, [numbers, weights])])
+        return builder.add(total, builder.call(sum_of_two, [products, ones]))
+
+    return multiply
 
 
 @intrinsic(prefer_literal=True)  # type: ignore[untyped-decorator]

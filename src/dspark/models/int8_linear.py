@@ -24,6 +24,7 @@ from dspark.models.int8_intrinsics import (
     dot_products,
     pause,
     read_atomically,
+    weight_bytes,
     yield_core,
 )
 from dspark.models.large_pages import weight_room
@@ -63,7 +64,7 @@ class GroupedInt8Linear:
         # A scale is a bfloat16 number, not below what the largest weight needs.
         needed = (weight_bcgi.abs().amax(-1) / 127.0).clamp_min(1e-12)
         scales_bcg = ((needed.view(torch.int32) + 0xFFFF) & ~0xFFFF).view(torch.float32)
-        numbers = (weight_bcgi / scales_bcg.unsqueeze(-1)).round_().to(torch.int8).view(torch.uint8) ^ 0x80
+        numbers = weight_bytes((weight_bcgi / scales_bcg.unsqueeze(-1)).round_().to(torch.int8))
         numbers = numbers.view(blocks, COLUMNS, groups, GROUP // 4, 4).permute(0, 2, 3, 1, 4)
         scales = scales_bcg.to(torch.bfloat16).transpose(1, 2).contiguous().view(torch.uint8)
         self.packed = _packed_room((blocks, groups, GROUP_BYTES))

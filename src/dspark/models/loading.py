@@ -18,6 +18,7 @@ from dspark.models.decoder import Decoder
 from dspark.models.embedded import NAME as EMBEDDED_NAME
 from dspark.models.embedded import embedded_target
 from dspark.models.gguf_file import read_gguf
+from dspark.models.int8_intrinsics import has_dot_products
 from dspark.models.target import Target
 
 _SMALL_FILES = ["*.json", "*.jinja", "tokenizer.model", "merges.txt", "vocab.txt"]
@@ -114,13 +115,13 @@ def load_target(
 
 
 def resolve_dtype(dtype: str, device: str, *, native: bool = True) -> str:
-    """``auto`` is int8 for a native target on a CPU with the kernels for it (x86), where it is the fastest.
+    """``auto`` is int8 for a native target on a CPU with the instructions for it, where it is the fastest.
 
     Elsewhere it is bfloat16, through transformers too, and on a CPU too: half the memory to read for each token.
     """
     if dtype != "auto":
         return dtype
-    has_int8 = torch.device(device).type == "cpu" and "fbgemm" in torch.backends.quantized.supported_engines
+    has_int8 = torch.device(device).type == "cpu" and has_dot_products()
     return "int8" if native and has_int8 else "bfloat16"
 
 

@@ -99,6 +99,17 @@ def rotate_head(x_at: int, out_at: int, cos_at: int, sin_at: int, size: int) -> 
 
 
 @njit(error_model="numpy")  # type: ignore[untyped-decorator]
+def rotate_head_to_halves(x_at: int, out_at: int, step: int, cos_at: int, sin_at: int, size: int) -> None:
+    """:func:`rotate_head` with the result as :func:`store_halves` stores it."""
+    x, half = carray(pointer(x_at), size, np.float32), size // 2
+    cos, sin = carray(pointer(cos_at), size, np.float32), carray(pointer(sin_at), size, np.float32)
+    for i in range(half):
+        store_half(x[i] * cos[i] + x[i + half] * sin[i], out_at + i * step)
+    for i in range(half):
+        store_half(x[i + half] * cos[i + half] + x[i] * sin[i + half], out_at + (i + half) * step)
+
+
+@njit(error_model="numpy")  # type: ignore[untyped-decorator]
 def copy_row(x_at: int, out_at: int, size: int) -> None:
     """``out = x``."""
     x, out = carray(pointer(x_at), size, np.float32), carray(pointer(out_at), size, np.float32)
