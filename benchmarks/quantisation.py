@@ -46,7 +46,7 @@ def main() -> None:
         cells.append({"dtype": dtype, **compared(target, exact, texts)})
     settings = {
         **facts,
-        "prompts": len(requests),
+        "requests": len(requests),
         "max_tokens": arguments.max_tokens,
         "seed": arguments.seed,
         "int8_instructions": None if INSTRUCTIONS is None else INSTRUCTIONS.name,

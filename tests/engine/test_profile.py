@@ -33,6 +33,7 @@ KEY = ProfileKey(
     fingerprint="ab12",
     implementation="native",
     dtype="int8",
+    instructions="avx2",
     drafter="dspark, bfloat16, cd34",
     block_size=7,
     torch="2.13.0",
@@ -81,7 +82,9 @@ def test_it_serves_fewer_requests_at_once_but_not_more():
     assert str(path) in str(error.value)
 
 
-@pytest.mark.parametrize("name", ["hardware", "cores", "threads", "fingerprint", "implementation", "dtype", "drafter"])
+@pytest.mark.parametrize(
+    "name", ["hardware", "cores", "threads", "fingerprint", "implementation", "dtype", "instructions", "drafter"]
+)
 def test_other_hardware_and_models_have_their_own(name):
     other = replace(KEY, **{name: 1 if isinstance(getattr(KEY, name), int) else "other"})
     write_profile(PROFILE)

@@ -105,7 +105,8 @@ def two_threads(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 @either
 @pytest.mark.parametrize(
-    ("heads", "kv_heads", "head_dim"), [(3, 1, 16), (9, 3, 64), (4, 4, 8), (16, 2, 128), (11, 1, 80)]
+    ("heads", "kv_heads", "head_dim"),
+    [(3, 1, 16), (9, 3, 64), (4, 4, 8), (16, 2, 128), (11, 1, 80), (14, 2, 64), (5, 1, 64), (6, 1, 32)],
 )
 def test_it_is_softmax_attention(heads: int, kv_heads: int, head_dim: int, is_half: bool) -> None:
     memory = make_memory(kv_heads=kv_heads, head_dim=head_dim, is_half=is_half)

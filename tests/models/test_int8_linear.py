@@ -2,10 +2,12 @@ from __future__ import annotations
 
 import itertools
 import os
+import pickle
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -13,8 +15,8 @@ from hypothesis import strategies as st
 from llvmlite import binding
 from numba.core import config
 
-from dspark.models import int8_linear
-from dspark.models.int8_intrinsics import ALL_INSTRUCTIONS, GROUP, SWITCH, chosen_instructions, has_dot_products
+from dspark.models import int8_intrinsics, int8_linear
+from dspark.models.int8_intrinsics import ALL_INSTRUCTIONS, GROUP, INT8_VARIABLE, chosen_instructions, has_dot_products
 from dspark.models.int8_linear import GroupedInt8Linear
 
 pytestmark = pytest.mark.skipif(not has_dot_products(), reason="this processor has no instructions for it")
@@ -65,20 +67,30 @@ def test_it_multiplies_what_int8_numbers_stand_for(size_in: int, size_out: int, 
 
 
 @pytest.mark.parametrize(("size_in", "size_out"), [(576, 144), (56, 97)])
-def test_its_bits_are_the_same_whatever_the_instructions(size_in: int, size_out: int) -> None:
-    """Sums of a group are exact, then comes one product, and one addition with a product, both rounded once."""
-    weight_OI, x_NI, bias_O = (random(*shape, seed=3) for shape in ((size_out, size_in), (13, size_in), (1, size_out)))
+def test_its_bits_are_those_of_exact_groups_added_in_order(size_in: int, size_out: int) -> None:
+    """Of a group comes one product, and one addition with a product; both are rounded once."""
+    weight_OI, x_NI, bias_1O = (random(*shape, seed=3) for shape in ((size_out, size_in), (13, size_in), (1, size_out)))
     scales_Ng, numbers_Ngi = int8_groups(x_NI, as_weights=False)
     scales_Og, numbers_Ogi = int8_groups(weight_OI, as_weights=True)
     sums_gNO = torch.einsum("ngi,ogi->gno", numbers_Ngi.double(), numbers_Ogi.double()).float()
-    expected_NO = bias_O.expand(len(x_NI), -1)
+    expected_NO = bias_1O.expand(len(x_NI), -1).numpy()
     for group, sums_NO in enumerate(sums_gNO):
-        scaled_NO = (sums_NO * scales_Og[:, group]).double()
-        # float64 holds the product, and all but the last bits of a sum of numbers of one size.
-        expected_NO = (scaled_NO * scales_Ng[:, group, None].double() + expected_NO.double()).float()
-    y_NO = GroupedInt8Linear(weight_OI, bias_O[0])(x_NI)
-    assert (y_NO == expected_NO).float().mean() > 0.999
-    torch.testing.assert_close(y_NO, expected_NO, rtol=3e-7, atol=1e-6)
+        scaled_NO = (sums_NO * scales_Og[:, group]).numpy().astype(np.longdouble)
+        scale_N1 = scales_Ng[:, group, None].numpy().astype(np.longdouble)
+        expected_NO = (scaled_NO * scale_N1 + expected_NO).astype(np.float32)
+    assert torch.equal(GroupedInt8Linear(weight_OI, bias_1O[0])(x_NI), torch.from_numpy(expected_NO))
+
+
+def test_weights_go_over_to_a_process_with_other_instructions(monkeypatch: pytest.MonkeyPatch) -> None:
+    weight_OI, x_NI = random(50, 96, seed=0), random(3, 96, seed=1)
+    expected_NO = GroupedInt8Linear(weight_OI, None)(x_NI)
+    signed = int8_intrinsics.HAS_SIGNED_WEIGHTS
+    for module in (int8_linear, int8_intrinsics):
+        monkeypatch.setattr(module, "HAS_SIGNED_WEIGHTS", not signed)
+    stored = pickle.dumps(GroupedInt8Linear(weight_OI, None))
+    for module in (int8_linear, int8_intrinsics):
+        monkeypatch.setattr(module, "HAS_SIGNED_WEIGHTS", signed)
+    assert torch.equal(pickle.loads(stored)(x_NI), expected_NO)
 
 
 def test_it_is_near_the_float_product_where_rows_have_outliers() -> None:
@@ -179,14 +191,24 @@ def test_code_for_another_processor_has_no_dot_products(
 ) -> None:
     """As the variables ``NUMBA_...`` ask for it; LLVM ends the process where an instruction is not there."""
     monkeypatch.setattr(config, setting, value)
-    assert not has_dot_products()
+    assert chosen_instructions() is None
 
 
-LOAD = """
-from dspark import load_target
+MULTIPLY = """
+import hashlib
+import torch
 from dspark.models.int8_intrinsics import INSTRUCTIONS
-print(load_target("embedded").model.compute_dtype, INSTRUCTIONS and INSTRUCTIONS.name)
+from dspark.models.int8_linear import GroupedInt8Linear
+from dspark.models.loading import resolve_dtype
+print(resolve_dtype("auto", "cpu"))
+if INSTRUCTIONS is not None:
+    generator = torch.Generator().manual_seed(0)
+    # Not randn, whose bits depend on the processor.
+    weight_OI, x_NI = (torch.randint(-999, 999, (rows, 100), generator=generator) / 64 for rows in (70, 13))
+    print(INSTRUCTIONS.name, hashlib.sha256(GroupedInt8Linear(weight_OI, None)(x_NI).numpy().tobytes()).hexdigest())
 """
+DIGEST = "f35f108ecd581f0d923aab38f5376197a02bd9059cf9d40312c3e3e0e378535d"
+"""Of what MULTIPLY computes, whatever the instructions."""
 
 
 @pytest.mark.parametrize("name", [*(each.name for each in ALL_INSTRUCTIONS), "none"])
@@ -194,17 +216,21 @@ def test_the_environment_says_what_products_are_compiled_for(name: str) -> None:
     there = binding.get_host_cpu_features()
     features = next((each.features for each in ALL_INSTRUCTIONS if each.name == name), ())
     run = subprocess.run(
-        [sys.executable, "-c", LOAD], env={**os.environ, SWITCH: name}, capture_output=True, text=True, check=False
+        [sys.executable, "-c", MULTIPLY],
+        env={**os.environ, INT8_VARIABLE: name},
+        capture_output=True,
+        text=True,
+        check=False,
     )
     if not all(there.get(feature) for feature in features):
         assert run.returncode != 0
         assert "this processor has no such instructions" in run.stderr
         return
     assert run.returncode == 0, run.stderr
-    assert run.stdout.split() == (["bfloat16", "None"] if name == "none" else ["int8", name])
+    assert run.stdout.split() == (["bfloat16"] if name == "none" else ["int8", name, DIGEST])
 
 
 def test_an_unknown_name_in_the_environment_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(SWITCH, "avx")
+    monkeypatch.setenv(INT8_VARIABLE, "avx")
     with pytest.raises(ValueError, match="DSPARK_INT8 is 'avx': it may be one of avx512vnni, avx2, none"):
         chosen_instructions()

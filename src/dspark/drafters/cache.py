@@ -39,7 +39,7 @@ class DrafterCache(KVCache):
         scratch: Inputs of a block.
         tables: Where the positions are; with room for ``scratch`` more than ``max_length`` a slot.
         dtype: Of what the drafter computes.
-        is_half: Keep float16, keys as columns, for compiled code in int8.
+        for_int8: Keep float16, keys as columns, for the compiled code of int8; else what attention reads best.
         feature_size: Width of ``features``; 0 for none.
     """
 
@@ -54,12 +54,12 @@ class DrafterCache(KVCache):
         scratch: int,
         device: torch.device,
         dtype: torch.dtype,
-        is_half: bool = False,
+        for_int8: bool = False,
         feature_size: int = 0,
         tables: BlockTables | None = None,
     ) -> None:
         # On a CPU the compiled attention reads float32: faster, and a row's bits do not depend on the others.
-        memory_dtype = torch.float16 if is_half else torch.float32 if device.type == "cpu" else dtype
+        memory_dtype = torch.float16 if for_int8 else torch.float32 if device.type == "cpu" else dtype
         super().__init__(
             num_layers=num_layers,
             num_slots=num_slots,
@@ -70,7 +70,7 @@ class DrafterCache(KVCache):
             device=device,
             tables=tables,
             scratch=scratch,
-            key_columns=is_half,
+            key_columns=for_int8,
         )
         self.features: Tensor = torch.zeros((self.tables.num_rows, feature_size), device=device, dtype=dtype)
         self.waiting: list[WaitingContext] = []

@@ -87,7 +87,7 @@ def load_drafter(
     wants_int8 = follows_target and target is not None and target.compute_dtype == "int8"
     if wants_int8 and isinstance(drafter, DSparkDrafter) and drafter.can_compute_in_int8:
         drafter.compute_in_int8()
-        trim_heap()
+        trim_heap()  # of what quantising took
     if calibrated:
         drafter.calibration = attached_calibration(
             directory, drafter, block_size=config.block_size, confident=drafter.has_confidence_head

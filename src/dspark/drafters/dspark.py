@@ -105,7 +105,7 @@ class DSparkDrafter(DraftModel):
             scratch=config.num_block_inputs,
             device=self.device,
             dtype=self.dtype,
-            is_half=self.compute_dtype == "int8",
+            for_int8=self.compute_dtype == "int8",
             tables=tables,
         )
 

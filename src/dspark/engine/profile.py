@@ -50,6 +50,7 @@ class ProfileKey:
         fingerprint: of the target's checkpoint.
         implementation: ``native`` or ``transformers``.
         dtype: what the target computes in.
+        instructions: what int8 products are compiled for, or ``none``.
         drafter: kind, number format and digest of the configuration: what a draft costs follows from these, so a
             drafter that was trained further keeps its profile.
         block_size: draft tokens of a round at most.
@@ -65,6 +66,7 @@ class ProfileKey:
     fingerprint: str
     implementation: str
     dtype: str
+    instructions: str
     drafter: str
     block_size: int
     torch: str
@@ -116,10 +118,6 @@ def profile_key(target: LoadedTarget, drafter: TrainableDrafter, *, max_concurre
     dtype = str(drafter.dtype).removeprefix("torch.")
     config = json.dumps(drafter.config.to_dict(dtype), sort_keys=True)
     digest = hashlib.sha256(config.encode()).hexdigest()[:16]
-    dtype_of_target = target.model.compute_dtype
-    if dtype_of_target == "int8":
-        assert INSTRUCTIONS is not None, "it could not be loaded without"
-        dtype_of_target += f" ({INSTRUCTIONS.name})"
     return ProfileKey(
         hardware=hardware_name(target.model.device),
         cores=_usable_cores(),
@@ -127,7 +125,8 @@ def profile_key(target: LoadedTarget, drafter: TrainableDrafter, *, max_concurre
         target=Path(target.name).name,
         fingerprint=target.model.fingerprint,
         implementation=target.implementation,
-        dtype=dtype_of_target,
+        dtype=target.model.compute_dtype,
+        instructions="none" if INSTRUCTIONS is None else INSTRUCTIONS.name,
         drafter=f"{drafter_kind(drafter.config)}, {drafter.compute_dtype}, {digest}",
         block_size=drafter.block_size,
         torch=torch.__version__,

@@ -27,7 +27,7 @@ from numba.np.numpy_support import carray
 from dspark.compiling import remembered
 from dspark.models.block_tables import BLOCK_SIZE
 from dspark.models.compiling import SOURCE
-from dspark.models.int8_intrinsics import AVX512_VNNI, INSTRUCTIONS
+from dspark.models.int8_intrinsics import INSTRUCTIONS
 from dspark.models.kv_cache import columns_shape
 from dspark.models.row_kernels import exp2
 from dspark.models.threads import run_parts
@@ -123,8 +123,8 @@ def attention_kernel(D: int, group: int, is_half: bool, source: str = SOURCE) ->
         is_half: whether keys, as columns, and values are float16.
     """
     heads = max(n for n in range(1, 8) if group % n == 0)  # query heads that are computed side by side
-    # Vectors of 16 sums side by side, at most. Float16 is for processors whose registers are known.
-    sums = (24 if INSTRUCTIONS is AVX512_VNNI else 6) if is_half else 14
+    # Vectors of 16 sums side by side, at most: float16 is for int8's processors.
+    sums = INSTRUCTIONS.attention_sums if is_half and INSTRUCTIONS is not None else 14
     side = max(n for n in (1, 2, 4) if n * heads <= sums)  # blocks
     width = max(n for n in (8, 16, 32, 64) if D % n == 0 and n * heads <= 16 * sums)  # dimensions of values
     number = 2 if is_half else 4  # bytes of one in memory

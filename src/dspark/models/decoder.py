@@ -15,7 +15,7 @@ from dspark.models.config import DecoderConfig
 from dspark.models.decoder_kernel import DecoderKernel, embed_rows
 from dspark.models.decoder_layer import DecoderLayer, LayersShape
 from dspark.models.fingerprint import Fingerprint
-from dspark.models.int8_intrinsics import SWITCH, has_dot_products
+from dspark.models.int8_intrinsics import INT8_VARIABLE, has_dot_products
 from dspark.models.int8_linear import GroupedInt8Linear
 from dspark.models.kv_cache import KVCache
 from dspark.models.linear import FloatLinear, Linear
@@ -61,7 +61,7 @@ class Decoder:
         if self._quantised and not has_dot_products():
             raise ValueError(
                 "dtype int8 needs a processor with AVX2 or AVX512-VNNI instructions, and an environment that does not "
-                f"forbid them ({SWITCH}, NUMBA_...); use bfloat16 here"
+                f"forbid them ({INT8_VARIABLE}, NUMBA_...); use bfloat16 here"
             )
         self._dtype = torch.bfloat16 if compute_dtype == "bfloat16" else torch.float32
         self.compute_dtype = compute_dtype

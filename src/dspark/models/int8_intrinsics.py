@@ -15,7 +15,7 @@ from numba.extending import intrinsic
 
 from dspark.models.vector_intrinsics import emit_prefetch
 
-SWITCH = "DSPARK_INT8"
+INT8_VARIABLE = "DSPARK_INT8"
 """The environment variable that names the instructions to use, or ``none``."""
 GROUP = 32
 """Inputs that share a scale."""
@@ -30,6 +30,8 @@ class Instructions:
         features: that a processor must have, as LLVM names them.
         lanes: 32-bit numbers of a vector.
         rows: that are computed side by side, at most.
+        attention_sums: vectors of 16 float32 sums that attention keeps in registers, at most; one for each head of a
+            group of up to seven, at least.
         rows_to_prefetch: rows from which on memory is asked for ahead. Fewer do little else than wait: the processor's
             own guess is better.
         has_signed_weights: whether weights lie in memory as they are, or plus 128.
@@ -39,17 +41,19 @@ class Instructions:
     features: tuple[str, ...]
     lanes: int
     rows: int
+    attention_sums: int
     rows_to_prefetch: int
     has_signed_weights: bool
 
 
 AVX512_VNNI = Instructions(
-    name="avx512vnni", features=("avx512vnni", "avx512bw"), lanes=16, rows=8, rows_to_prefetch=5,
-    has_signed_weights=False,
+    name="avx512vnni", features=("avx512vnni", "avx512bw"), lanes=16, rows=8, attention_sums=24,
+    rows_to_prefetch=5, has_signed_weights=False,
 )  # fmt: skip
 AVX2 = Instructions(
-    name="avx2", features=("avx2", "fma", "f16c"), lanes=8, rows=5, rows_to_prefetch=1, has_signed_weights=True
-)
+    name="avx2", features=("avx2", "fma", "f16c"), lanes=8, rows=5, attention_sums=7, rows_to_prefetch=1,
+    has_signed_weights=True,
+)  # fmt: skip
 ALL_INSTRUCTIONS = (AVX512_VNNI, AVX2)
 """The best first. All give the same bits."""
 
@@ -60,9 +64,9 @@ def chosen_instructions() -> Instructions | None:
     Raises:
         ValueError: the environment asks for something else than there is.
     """
-    asked = os.environ.get(SWITCH, "")
+    asked = os.environ.get(INT8_VARIABLE, "")
     if asked and asked not in (names := [*(each.name for each in ALL_INSTRUCTIONS), "none"]):
-        raise ValueError(f"the environment variable {SWITCH} is {asked!r}: it may be one of {', '.join(names)}")
+        raise ValueError(f"the environment variable {INT8_VARIABLE} is {asked!r}: it may be one of {', '.join(names)}")
     # Asked for code for another processor, LLVM would end the process.
     is_native = config.CPU_NAME is None and config.CPU_FEATURES is None and config.ENABLE_AVX
     if asked == "none" or not is_native or not hasattr(os, "sched_yield"):
@@ -72,27 +76,30 @@ def chosen_instructions() -> Instructions | None:
     if asked:
         there = [each for each in there if each.name == asked]
         if not there:
-            raise ValueError(f"the environment variable {SWITCH} is {asked!r}: this processor has no such instructions")
+            raise ValueError(
+                f"the environment variable {INT8_VARIABLE} is {asked!r}: this processor has no such instructions"
+            )
     return there[0] if there else None
 
 
 INSTRUCTIONS = chosen_instructions()
-_SHAPES = INSTRUCTIONS or AVX2
+_USED = INSTRUCTIONS or AVX2
 COLUMNS = 32
 """Outputs that are computed side by side."""
-ROWS = _SHAPES.rows
+ROWS = _USED.rows
+HAS_SIGNED_WEIGHTS = _USED.has_signed_weights
 GROUP_BYTES = COLUMNS * GROUP + COLUMNS * 2
 """Bytes of a group's weights and their scales (bfloat16), for ``COLUMNS`` outputs."""
 ROW_GROUP_BYTES = GROUP + 8
-"""Bytes of a row's group: its numbers, their scale (float32), and -128 times their sum (int32)."""
+"""Bytes of a row's group: its numbers, their scale (float32), and -128 times their sum (int32) for unsigned weights."""
 
 _INT = ir.IntType(32)
 _LONG = ir.IntType(64)
 
 
 def has_dot_products() -> bool:
-    """Whether code compiled here may multiply and sum vectors of 8-bit numbers."""
-    return INSTRUCTIONS is not None and chosen_instructions() is not None
+    """Whether code compiled here may multiply and sum vectors of 8-bit numbers; settled when this is imported."""
+    return INSTRUCTIONS is not None
 
 
 def _load(builder: Any, address: Any, offset: int, kind: Any, align: int = 4) -> Any:
@@ -142,7 +149,7 @@ def dot_products(
 
 def weight_bytes(numbers: torch.Tensor) -> torch.Tensor:
     """int8 weights as the bytes that :func:`dot_products` reads."""
-    return numbers.view(torch.uint8) if _SHAPES.has_signed_weights else numbers.view(torch.uint8) ^ 0x80
+    return numbers.view(torch.uint8) if HAS_SIGNED_WEIGHTS else numbers.view(torch.uint8) ^ 0x80
 
 
 def _dot_products(
@@ -150,7 +157,7 @@ def _dot_products(
     bias: Any, out: Any, out_step: Any,
 ) -> None:  # fmt: skip
     """The code of :func:`dot_products` for so many rows."""
-    lanes, vectors = _SHAPES.lanes, COLUMNS // _SHAPES.lanes
+    lanes, vectors = _USED.lanes, COLUMNS // _USED.lanes
     ints, floats = ir.VectorType(_INT, lanes), ir.VectorType(ir.FloatType(), lanes)
 
     def row(base: Any, step: Any, r: int) -> Any:
@@ -173,7 +180,7 @@ def _dot_products(
     for (_, c), total in totals.items():
         total.add_incoming(start[c], before)
     x_groups = [builder.add(base, begin) for base in x_rows]
-    if rows >= _SHAPES.rows_to_prefetch:
+    if rows >= _USED.rows_to_prefetch:
         for line in range(0, GROUP_BYTES, 64):
             emit_prefetch(builder, builder.add(place, builder.add(ahead, _LONG(line))))
     exact = _group_sums(builder, x_groups, place)
@@ -204,14 +211,15 @@ def _dot_products(
 
 def _group_sums(builder: Any, x_groups: list[Any], place: Any) -> dict[tuple[int, int], Any]:
     """Exact products of a group of each row and its weights, by row and vector of outputs."""
-    lanes, vectors = _SHAPES.lanes, COLUMNS // _SHAPES.lanes
-    ints, sums = ir.VectorType(_INT, lanes), {}
-    multiply = _unsigned_products(builder, ints) if not _SHAPES.has_signed_weights else _signed_products(builder, ints)
-    for r, x_group in enumerate(x_groups):
-        first = ir.Constant(ints, [0] * lanes)
-        if not _SHAPES.has_signed_weights:
-            first = _spread(builder, _load(builder, x_group, GROUP + 4, _INT), lanes)
-        sums.update({(r, c): first for c in range(vectors)})
+    lanes, vectors = _USED.lanes, COLUMNS // _USED.lanes
+    ints = ir.VectorType(_INT, lanes)
+    if HAS_SIGNED_WEIGHTS:
+        multiply = _signed_products(builder, ints)
+        firsts = [ir.Constant(ints, [0] * lanes)] * len(x_groups)
+    else:
+        multiply = _unsigned_products(builder, ints)
+        firsts = [_spread(builder, _load(builder, x_group, GROUP + 4, _INT), lanes) for x_group in x_groups]
+    sums = {(r, c): first for r, first in enumerate(firsts) for c in range(vectors)}
     for i in range(GROUP // 4):
         columns = [_load(builder, place, (i * vectors + c) * 4 * lanes, ints) for c in range(vectors)]
         for r, x_group in enumerate(x_groups):
@@ -229,9 +237,10 @@ def _unsigned_products(builder: Any, ints: Any) -> Callable[[Any, Any, Any], Any
 
 
 def _signed_products(builder: Any, ints: Any) -> Callable[[Any, Any, Any], Any]:
-    """AVX2: the same of weights as they are. All numbers lie within ±127, so that two products fit in 16 bits.
+    """AVX2: a sum plus the products of four weights and four numbers, in each lane.
 
-    One factor must be unsigned: the weights' signs go over to the numbers.
+    One factor must be unsigned: the weights' signs go over to the numbers. All lie within ±127, so that the sum of two
+    products fits in 16 bits.
     """
     bytes_, shorts = (ir.VectorType(ir.IntType(bits), ints.count * 32 // bits) for bits in (8, 16))
 

@@ -18,6 +18,7 @@ from dspark.models.int8_intrinsics import (
     COLUMNS,
     GROUP,
     GROUP_BYTES,
+    HAS_SIGNED_WEIGHTS,
     ROW_GROUP_BYTES,
     ROWS,
     add_atomically,
@@ -72,10 +73,14 @@ class GroupedInt8Linear:
         self.packed[..., COLUMNS * GROUP :] = scales
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "packed": self.packed.clone()}  # and not all that lies beside it
+        # A copy of the weights, and not of all that lies beside them.
+        return {**self.__dict__, "packed": self.packed.clone(), "has_signed_weights": HAS_SIGNED_WEIGHTS}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state, packed=_packed_room(state["packed"].shape).copy_(state["packed"]))
+        packed = _packed_room(state["packed"].shape).copy_(state["packed"])
+        if state.pop("has_signed_weights") != HAS_SIGNED_WEIGHTS:  # made by a process with other instructions
+            packed[..., : COLUMNS * GROUP] ^= 0x80
+        self.__dict__.update(state, packed=packed)
 
     def __call__(self, x_NI: torch.Tensor) -> torch.Tensor:
         if x_NI.ndim != 2 or x_NI.shape[1] != self.size_in or x_NI.dtype != torch.float32 or not x_NI.is_cpu:

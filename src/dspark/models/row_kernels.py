@@ -86,6 +86,11 @@ def activate_row(gate_at: int, up_at: int, size: int, is_gelu: bool) -> None:
             gate[i] = gate[i] * sigmoid(gate[i]) * up[i]
 
 
+@njit(inline="always")  # type: ignore[untyped-decorator]
+def _rotated(x: Any, cos: Any, sin: Any, i: int, partner: int) -> Any:
+    return x[i] * cos[i] + x[partner] * sin[i]
+
+
 @njit(error_model="numpy")  # type: ignore[untyped-decorator]
 def rotate_head(x_at: int, out_at: int, cos_at: int, sin_at: int, size: int) -> None:
     """Rotary embedding of one head (see :func:`dspark.models.rope.rotate`)."""
@@ -93,9 +98,9 @@ def rotate_head(x_at: int, out_at: int, cos_at: int, sin_at: int, size: int) -> 
     cos, sin = carray(pointer(cos_at), size, np.float32), carray(pointer(sin_at), size, np.float32)
     half = size // 2
     for i in range(half):
-        out[i] = x[i] * cos[i] + x[i + half] * sin[i]
-    for i in range(half):
-        out[i + half] = x[i + half] * cos[i + half] + x[i] * sin[i + half]
+        out[i] = _rotated(x, cos, sin, i, i + half)
+    for i in range(half, size):
+        out[i] = _rotated(x, cos, sin, i, i - half)
 
 
 @njit(error_model="numpy")  # type: ignore[untyped-decorator]
@@ -104,9 +109,9 @@ def rotate_head_to_halves(x_at: int, out_at: int, step: int, cos_at: int, sin_at
     x, half = carray(pointer(x_at), size, np.float32), size // 2
     cos, sin = carray(pointer(cos_at), size, np.float32), carray(pointer(sin_at), size, np.float32)
     for i in range(half):
-        store_half(x[i] * cos[i] + x[i + half] * sin[i], out_at + i * step)
-    for i in range(half):
-        store_half(x[i + half] * cos[i + half] + x[i] * sin[i + half], out_at + (i + half) * step)
+        store_half(_rotated(x, cos, sin, i, i + half), out_at + i * step)
+    for i in range(half, size):
+        store_half(_rotated(x, cos, sin, i, i - half), out_at + i * step)
 
 
 @njit(error_model="numpy")  # type: ignore[untyped-decorator]
@@ -137,7 +142,7 @@ def _quantise_group(x: Any, bits: Any, q: Any, count: int) -> Any:
     for i in range(count):
         rounded = np.float32(x[i] * inverse + np.float32(_ROUND)).view(np.int32) - np.int32(0x4B400000)
         q[i] = np.int8(rounded)
-        total += np.int32(rounded)
+        total += np.int32(q[i])
     return scale, total
 
 
