@@ -11,7 +11,6 @@ from __future__ import annotations
 import argparse
 import json
 import resource
-import time
 from pathlib import Path
 
 import torch
@@ -54,7 +53,6 @@ def main() -> None:
         core.submit(Request(prompt_ids=tuple(prompt), max_tokens=arguments.tokens - arguments.prompt))
         for prompt in prompts
     ]
-    began = time.perf_counter()
     core.run()
     answered = [len(handle.result.completions[0].token_ids) for handle in handles if handle.result is not None]
     sizes["after"] = mib()
@@ -65,7 +63,6 @@ def main() -> None:
         "settings": settings,
         "provenance": provenance(),
         "answered": answered,
-        "seconds": time.perf_counter() - began,
         "resident_mib": sizes,
     }
     write_json(arguments.out, result)
