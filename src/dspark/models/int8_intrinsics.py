@@ -30,6 +30,7 @@ class Instructions:
         features: that a processor must have, as LLVM names them.
         lanes: 32-bit numbers of a vector.
         rows: that are computed side by side, at most.
+        vectors: of outputs whose sums are kept in registers at once.
         attention_sums: vectors of 16 float32 sums that attention keeps in registers, at most; one for each head of a
             group of up to seven, at least.
         rows_to_prefetch: rows from which on memory is asked for ahead. Fewer do little else than wait: the processor's
@@ -41,17 +42,18 @@ class Instructions:
     features: tuple[str, ...]
     lanes: int
     rows: int
+    vectors: int
     attention_sums: int
     rows_to_prefetch: int
     has_signed_weights: bool
 
 
 AVX512_VNNI = Instructions(
-    name="avx512vnni", features=("avx512vnni", "avx512bw"), lanes=16, rows=8, attention_sums=24,
+    name="avx512vnni", features=("avx512vnni", "avx512bw"), lanes=16, rows=8, vectors=2, attention_sums=24,
     rows_to_prefetch=5, has_signed_weights=False,
 )  # fmt: skip
 AVX2 = Instructions(
-    name="avx2", features=("avx2", "fma", "f16c"), lanes=8, rows=5, attention_sums=7, rows_to_prefetch=1,
+    name="avx2", features=("avx2", "fma", "f16c"), lanes=8, rows=5, vectors=2, attention_sums=7, rows_to_prefetch=1,
     has_signed_weights=True,
 )  # fmt: skip
 ALL_INSTRUCTIONS = (AVX512_VNNI, AVX2)
@@ -196,11 +198,12 @@ def _dot_products(
             scaled = builder.fmul(builder.sitofp(exact[r, c], floats), weight_scales[c])
             new[r, c] = builder.call(fma, [scaled, scale, totals[r, c]])
     next_group = builder.add(group, _LONG(1))
-    group.add_incoming(next_group, loop)
-    place.add_incoming(builder.add(place, _LONG(GROUP_BYTES)), loop)
-    begin.add_incoming(builder.add(begin, _LONG(ROW_GROUP_BYTES)), loop)
+    place_after, begin_after = builder.add(place, _LONG(GROUP_BYTES)), builder.add(begin, _LONG(ROW_GROUP_BYTES))
+    group.add_incoming(next_group, builder.block)
+    place.add_incoming(place_after, builder.block)
+    begin.add_incoming(begin_after, builder.block)
     for cell, total in totals.items():
-        total.add_incoming(new[cell], loop)
+        total.add_incoming(new[cell], builder.block)
     builder.cbranch(builder.icmp_signed("<", next_group, groups), loop, after)
 
     builder.position_at_end(after)
@@ -210,8 +213,23 @@ def _dot_products(
 
 
 def _group_sums(builder: Any, x_groups: list[Any], place: Any) -> dict[tuple[int, int], Any]:
-    """Exact products of a group of each row and its weights, by row and vector of outputs."""
-    lanes, vectors = _USED.lanes, COLUMNS // _USED.lanes
+    """Exact products of a group of each row and its weights, by row and vector of outputs.
+
+    As many vectors at once as there are registers for; where that is not all, in a loop, lest the compiler reorders its
+    steps and keeps what it needs of them on the stack.
+    """
+    vectors = COLUMNS // _USED.lanes
+    at_once = min(vectors, _USED.vectors)
+    sums: dict[tuple[int, int], Any] = {}
+    for first in range(0, vectors, at_once):
+        sums.update(_part_of_sums(builder, x_groups, place, range(first, first + at_once), in_loop=at_once < vectors))
+    return sums
+
+
+def _part_of_sums(
+    builder: Any, x_groups: list[Any], place: Any, vectors: range, *, in_loop: bool
+) -> dict[tuple[int, int], Any]:
+    lanes, rows = _USED.lanes, range(len(x_groups))
     ints = ir.VectorType(_INT, lanes)
     if HAS_SIGNED_WEIGHTS:
         multiply = _signed_products(builder, ints)
@@ -219,14 +237,41 @@ def _group_sums(builder: Any, x_groups: list[Any], place: Any) -> dict[tuple[int
     else:
         multiply = _unsigned_products(builder, ints)
         firsts = [_spread(builder, _load(builder, x_group, GROUP + 4, _INT), lanes) for x_group in x_groups]
-    sums = {(r, c): first for r, first in enumerate(firsts) for c in range(vectors)}
-    for i in range(GROUP // 4):
-        columns = [_load(builder, place, (i * vectors + c) * 4 * lanes, ints) for c in range(vectors)]
-        for r, x_group in enumerate(x_groups):
-            four = _spread(builder, _load(builder, x_group, 4 * i, _INT), lanes)
-            for c in range(vectors):
-                sums[r, c] = multiply(sums[r, c], columns[c], four)
-    return sums
+    sums = {(r, c): firsts[r] for r in rows for c in vectors}
+
+    def add_four(sums: dict[tuple[int, int], Any], inputs: Any, place: Any) -> dict[tuple[int, int], Any]:
+        """The products of four inputs, which lie ``inputs`` bytes from a group's start, their weights at ``place``."""
+        columns = {c: _load(builder, place, c * 4 * lanes, ints) for c in vectors}
+        new = {}
+        for r in rows:
+            four = _spread(builder, _load(builder, builder.add(x_groups[r], inputs), 0, _INT), lanes)
+            new.update({(r, c): multiply(sums[r, c], columns[c], four) for c in vectors})
+        return new
+
+    if not in_loop:
+        for i in range(0, GROUP, 4):
+            sums = add_four(sums, _LONG(i), builder.add(place, _LONG(i * COLUMNS)))
+        return sums
+    before, loop, after = builder.block, builder.append_basic_block("four"), builder.append_basic_block("fours_done")
+    # The compiler would write out so short a loop, if it knew its length.
+    end = builder.asm(ir.FunctionType(_LONG, [_LONG]), "", "=r,0", [_LONG(GROUP)], side_effect=False)
+    builder.branch(loop)
+    builder.position_at_end(loop)
+    inputs, weights = builder.phi(_LONG), builder.phi(_LONG)
+    phis = {cell: builder.phi(ints) for cell in sums}
+    inputs.add_incoming(_LONG(0), before)
+    weights.add_incoming(place, before)
+    for cell, phi in phis.items():
+        phi.add_incoming(sums[cell], before)
+    new = add_four(phis, inputs, weights)
+    next_inputs = builder.add(inputs, _LONG(4))
+    inputs.add_incoming(next_inputs, loop)
+    weights.add_incoming(builder.add(weights, _LONG(4 * COLUMNS)), loop)
+    for cell, phi in phis.items():
+        phi.add_incoming(new[cell], loop)
+    builder.cbranch(builder.icmp_signed("<", next_inputs, end), loop, after)
+    builder.position_at_end(after)
+    return new
 
 
 def _unsigned_products(builder: Any, ints: Any) -> Callable[[Any, Any, Any], Any]:

@@ -176,16 +176,17 @@ def multiply(
         q_at: rows as :func:`quantise_row` gives them, side by side.
     """
     x_step = groups * ROW_GROUP_BYTES
-    blocks = width // COLUMNS
+    blocks, calls = width // COLUMNS, (rows + ROWS - 1) // ROWS
+    together = max((rows + calls - 1) // max(calls, 1), 1)  # in calls of about one size
     done, turn = 0, 0
     while True:  # numba has no assignments in conditions
         block, turn = take(blocks, turn, counters_at, threads, thread)
         if block >= blocks:
             break
         block_at = weights_at + block * groups * GROUP_BYTES
-        for row in range(0, rows, ROWS):
+        for row in range(0, rows, together):
             dot_products(
-                min(rows - row, ROWS), q_at + row * x_step, x_step, groups, block_at, groups * GROUP_BYTES,
+                min(rows - row, together), q_at + row * x_step, x_step, groups, block_at, groups * GROUP_BYTES,
                 bias_at + block * COLUMNS * 4, y_at + (row * width + block * COLUMNS) * 4, width * 4,
             )  # fmt: skip
         done += 1
