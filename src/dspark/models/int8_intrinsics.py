@@ -57,7 +57,7 @@ AVX2 = Instructions(
     has_signed_weights=True,
 )  # fmt: skip
 ALL_INSTRUCTIONS = (AVX512_VNNI, AVX2)
-"""The best first. All give the same bits."""
+"""The best first. All give the same bits, of rows that are finite."""
 
 
 def chosen_instructions() -> Instructions | None:
@@ -229,6 +229,7 @@ def _group_sums(builder: Any, x_groups: list[Any], place: Any) -> dict[tuple[int
 def _part_of_sums(
     builder: Any, x_groups: list[Any], place: Any, vectors: range, *, in_loop: bool
 ) -> dict[tuple[int, int], Any]:
+    """The sums of some vectors of outputs, step by step over the inputs: written out, or in a loop."""
     lanes, rows = _USED.lanes, range(len(x_groups))
     ints = ir.VectorType(_INT, lanes)
     if HAS_SIGNED_WEIGHTS:
