@@ -9,6 +9,9 @@ import sys
 
 import pytest
 
+from dspark.models import int8_intrinsics
+from dspark.models.int8_intrinsics import AVX2, AVX512_VNNI
+
 REQUIRED = {
     "text",
     "token_ids",
@@ -41,16 +44,20 @@ def test_less_speculation_changes_the_counts_and_not_the_words(dspark, models):
     assert "confidence_threshold must be a probability" in run.err
 
 
-def test_in_int8_four_tokens_are_drafted_unless_asked_otherwise(dspark):
+@pytest.mark.parametrize(("instructions", "tokens"), [(AVX512_VNNI, 4), (AVX2, 3)], ids=["avx512vnni", "avx2"])
+def test_in_int8_few_tokens_are_drafted_unless_asked_otherwise(dspark, monkeypatch, instructions, tokens):
+    monkeypatch.setattr(int8_intrinsics, "INSTRUCTIONS", instructions)  # nothing is compiled for them any more
     arguments = ["generate", "hello", "--max-tokens", 16, "--json", "--dtype", "int8"]  # of ours: its block is longer
-    usual, four, five, threshold = (
+    usual, same, more, threshold = (
         json.loads(dspark(*arguments, *extra).out)
-        for extra in ([], ["--max-draft-tokens", 4], ["--max-draft-tokens", 5], ["--confidence-threshold", 0.0])
-    )
-    assert usual["text"] == five["text"]
-    assert (usual["rounds"], usual["drafted"]) == (four["rounds"], four["drafted"])
-    assert usual["drafted"] / usual["rounds"] <= 4 < five["drafted"] / five["rounds"]
-    assert threshold["drafted"] / threshold["rounds"] > 4  # a threshold looks at the whole block
+        for extra in (
+            [], ["--max-draft-tokens", tokens], ["--max-draft-tokens", tokens + 1], ["--confidence-threshold", 0.0]
+        )
+    )  # fmt: skip
+    assert usual["text"] == more["text"]
+    assert (usual["rounds"], usual["drafted"]) == (same["rounds"], same["drafted"])
+    assert usual["drafted"] / usual["rounds"] <= tokens < more["drafted"] / more["rounds"]
+    assert threshold["drafted"] / threshold["rounds"] > tokens  # a threshold looks at the whole block
 
 
 def test_json_has_what_machines_need(dspark, models):
