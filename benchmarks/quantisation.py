@@ -11,10 +11,10 @@ float32. Says nothing of speed. Writes OUT with provenance and prints a table in
 from __future__ import annotations
 
 import argparse
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
-import numpy as np
 import torch
 from concurrency import opened
 from identity import answered, by_turns, requests_of
@@ -39,11 +39,9 @@ def main() -> None:
     requests = requests_of(by_turns(fitting)[: arguments.prompts], models, arguments)
     answers = answered(models, requests, "off", min(32, len(requests)), None, with_drafter=False)
     texts = [(list(request.prompt_ids), list(answer)) for request, answer in zip(requests, answers, strict=True)]
+    others = {dtype: load_target(arguments.target, dtype=dtype).model for dtype in dtypes[1:]}
     exact = load_target(arguments.target, dtype="float32").model
-    cells = []
-    for dtype in dtypes:
-        target = load_target(arguments.target, dtype=dtype).model
-        cells.append({"dtype": dtype, **compared(target, exact, texts)})
+    cells = compared({dtypes[0]: models.target.model, **others}, exact, texts)
     settings = {
         **facts,
         "requests": len(requests),
@@ -78,21 +76,27 @@ def parse_arguments() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def compared(target: Target, exact: Target, texts: Sequence[tuple[list[int], list[int]]]) -> dict[str, object]:
-    """Mean KL divergence (nats a token) of ``target`` from ``exact``, and how often they name the same token first."""
-    divergences, agreements, counts = [], [], []
-    for prompt_ids, answer_ids in texts:
-        log_p_LV, log_q_LV = (log_probabilities(model, prompt_ids, answer_ids) for model in (exact, target))
-        divergences.append(float((log_p_LV.exp() * (log_p_LV - log_q_LV)).sum()))
-        agreements.append(int((log_p_LV.argmax(-1) == log_q_LV.argmax(-1)).sum()))
-        counts.append(len(answer_ids))
-    resampling, tokens = Resampling(len(texts), seed=0), np.array(counts, np.float64)
-    estimates = {}
-    for name, sums in (("kl_divergence", divergences), ("agreement", agreements)):
-        estimate = resampling.ratio(Ratio(numerators_P=np.array(sums, np.float64), denominators_P=tokens))
-        assert estimate is not None, "there are tokens"
-        estimates[name] = estimate.to_json()
-    return {"tokens": sum(counts), **estimates}
+def compared(
+    targets: Mapping[str, Target], exact: Target, texts: Sequence[tuple[list[int], list[int]]]
+) -> list[dict[str, Any]]:
+    """Mean KL divergence (nats a token) of each target from ``exact``, and how often they name the same token first."""
+    divergences, agreements = ({dtype: [0.0] * len(texts) for dtype in targets} for _ in range(2))
+    for number, (prompt_ids, answer_ids) in enumerate(texts):
+        log_p_LV = log_probabilities(exact, prompt_ids, answer_ids)
+        for dtype, target in targets.items():
+            log_q_LV = log_probabilities(target, prompt_ids, answer_ids)
+            divergences[dtype][number] = float((log_p_LV.exp() * (log_p_LV - log_q_LV)).sum())
+            agreements[dtype][number] = float((log_p_LV.argmax(-1) == log_q_LV.argmax(-1)).sum())
+    resampling, tokens = Resampling(len(texts), seed=0), [float(len(answer_ids)) for _, answer_ids in texts]
+    cells: list[dict[str, Any]] = []
+    for dtype in targets:
+        cell: dict[str, Any] = {"dtype": dtype, "tokens": int(sum(tokens))}
+        for name, sums in (("kl_divergence", divergences[dtype]), ("agreement", agreements[dtype])):
+            estimate = resampling.ratio(Ratio(numerators_P=sums, denominators_P=tokens))
+            assert estimate is not None, "there are tokens"
+            cell[name] = estimate.to_json()
+        cells.append(cell)
+    return cells
 
 
 def log_probabilities(target: Target, prompt_ids: list[int], answer_ids: list[int]) -> torch.Tensor:

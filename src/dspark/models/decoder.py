@@ -65,16 +65,16 @@ class Decoder:
             )
         self._dtype = torch.bfloat16 if compute_dtype == "bfloat16" else torch.float32
         self.compute_dtype = compute_dtype
-        reader = _WeightReader(weights, self._dtype, self._device, copies=self._quantised)
+        reader = _WeightReader(weights, self._dtype, self._device, copies_kept=self._quantised)
         c = config
-        self._embedding_VH = reader.take("model.embed_tokens.weight", (c.vocab_size, c.hidden_size))
+        self._embedding_VH = reader.take("model.embed_tokens.weight", (c.vocab_size, c.hidden_size), kept=True)
         self._layers = [self._read_layer(reader, index) for index in range(c.num_layers)]
         self._final_norm_H = self._read_norm(reader, "model.norm.weight", c.hidden_size)
         if c.tie_word_embeddings:
             reader.drop("lm_head.weight")
             self._lm_head_VH = self._embedding_VH
         else:
-            self._lm_head_VH = reader.take("lm_head.weight", (c.vocab_size, c.hidden_size))
+            self._lm_head_VH = reader.take("lm_head.weight", (c.vocab_size, c.hidden_size), kept=True)
         self._lm_head = self._linear(self._lm_head_VH, None)
         reader.finish()
         self._fingerprint = reader.fingerprint()
@@ -269,7 +269,7 @@ class Decoder:
         return (GroupedInt8Linear if self._quantised else FloatLinear)(weight_OI, bias_O)
 
     def _read_norm(self, reader: _WeightReader, name: str, size: int) -> torch.Tensor:
-        weight = reader.take(name, (size,))
+        weight = reader.take(name, (size,), kept=True)
         return weight + 1.0 if self._config.norm_adds_one else weight
 
     def _read_layer(self, reader: _WeightReader, index: int) -> DecoderLayer:
@@ -318,21 +318,21 @@ class _WeightReader:
     """Hands out checkpoint tensors once each, checked for shape, and names what is missing or left over.
 
     Args:
-        copies: hand out none that lies in the checkpoint's own memory. Kept, it keeps a mapped file in memory, of which
-            little is needed once the other weights are quantised.
+        copies_kept: of what will be kept hand out none that lies in the checkpoint's own memory. It would keep a mapped
+            file in memory, of which little is needed once the other weights are quantised.
     """
 
     def __init__(
-        self, weights: Mapping[str, torch.Tensor], dtype: torch.dtype, device: torch.device, *, copies: bool
+        self, weights: Mapping[str, torch.Tensor], dtype: torch.dtype, device: torch.device, *, copies_kept: bool
     ) -> None:
         self._weights = weights
         self._left = set(weights)
         self._fingerprint = Fingerprint()
         self._dtype = dtype
         self._device = device
-        self._copies = copies
+        self._copies_kept = copies_kept
 
-    def take(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
+    def take(self, name: str, shape: tuple[int, ...], *, kept: bool = False) -> torch.Tensor:
         if name not in self._weights:
             raise ValueError(f"the checkpoint has no tensor {name}")
         tensor = self._weights[name]
@@ -340,7 +340,8 @@ class _WeightReader:
             raise ValueError(f"tensor {name} has shape {tuple(tensor.shape)}, the config asks for {shape}")
         self._left.discard(name)
         self._fingerprint.update(name, tensor)
-        return tensor.to(device=self._device, dtype=self._dtype, copy=self._copies).contiguous()
+        copy = kept and self._copies_kept
+        return tensor.to(device=self._device, dtype=self._dtype, copy=copy).contiguous()
 
     def drop(self, name: str) -> None:
         self._left.discard(name)

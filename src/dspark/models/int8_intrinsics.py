@@ -155,8 +155,8 @@ def weight_bytes(numbers: torch.Tensor) -> torch.Tensor:
 
 
 def _dot_products(
-    builder: Any, rows: int, x: Any, x_step: Any, groups: Any, weights: Any, ahead: Any,
-    bias: Any, out: Any, out_step: Any,
+    builder: Any, rows: int, x: Any, x_step: Any, groups: Any, weights: Any, ahead: Any, bias: Any, out: Any,
+    out_step: Any,
 ) -> None:  # fmt: skip
     """The code of :func:`dot_products` for so many rows."""
     lanes, vectors = _USED.lanes, COLUMNS // _USED.lanes
@@ -240,9 +240,10 @@ def _part_of_sums(
         firsts = [_spread(builder, _load(builder, x_group, GROUP + 4, _INT), lanes) for x_group in x_groups]
     sums = {(r, c): firsts[r] for r in rows for c in vectors}
 
-    def add_four(sums: dict[tuple[int, int], Any], inputs: Any, place: Any) -> dict[tuple[int, int], Any]:
-        """The products of four inputs, which lie ``inputs`` bytes from a group's start, their weights at ``place``."""
-        columns = {c: _load(builder, place, c * 4 * lanes, ints) for c in vectors}
+    def add_four(sums: dict[tuple[int, int], Any], inputs: Any) -> dict[tuple[int, int], Any]:
+        """The sums and the products of the four inputs behind the first ``inputs`` of the group."""
+        weights = builder.add(place, builder.mul(inputs, _LONG(COLUMNS)))
+        columns = {c: _load(builder, weights, c * 4 * lanes, ints) for c in vectors}
         new = {}
         for r in rows:
             four = _spread(builder, _load(builder, builder.add(x_groups[r], inputs), 0, _INT), lanes)
@@ -251,23 +252,21 @@ def _part_of_sums(
 
     if not in_loop:
         for i in range(0, GROUP, 4):
-            sums = add_four(sums, _LONG(i), builder.add(place, _LONG(i * COLUMNS)))
+            sums = add_four(sums, _LONG(i))
         return sums
     before, loop, after = builder.block, builder.append_basic_block("four"), builder.append_basic_block("fours_done")
     # The compiler would write out so short a loop, if it knew its length.
     end = builder.asm(ir.FunctionType(_LONG, [_LONG]), "", "=r,0", [_LONG(GROUP)], side_effect=False)
     builder.branch(loop)
     builder.position_at_end(loop)
-    inputs, weights = builder.phi(_LONG), builder.phi(_LONG)
+    inputs = builder.phi(_LONG)
     phis = {cell: builder.phi(ints) for cell in sums}
     inputs.add_incoming(_LONG(0), before)
-    weights.add_incoming(place, before)
     for cell, phi in phis.items():
         phi.add_incoming(sums[cell], before)
-    new = add_four(phis, inputs, weights)
+    new = add_four(phis, inputs)
     next_inputs = builder.add(inputs, _LONG(4))
     inputs.add_incoming(next_inputs, loop)
-    weights.add_incoming(builder.add(weights, _LONG(4 * COLUMNS)), loop)
     for cell, phi in phis.items():
         phi.add_incoming(new[cell], loop)
     builder.cbranch(builder.icmp_signed("<", next_inputs, end), loop, after)

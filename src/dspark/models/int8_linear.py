@@ -176,8 +176,8 @@ def multiply(
         q_at: rows as :func:`quantise_row` gives them, side by side.
     """
     x_step = groups * ROW_GROUP_BYTES
-    blocks, calls = width // COLUMNS, (rows + ROWS - 1) // ROWS
-    together = max((rows + calls - 1) // max(calls, 1), 1)  # in calls of about one size
+    blocks, calls = width // COLUMNS, max((rows + ROWS - 1) // ROWS, 1)
+    together = max((rows + calls - 1) // calls, 1)  # in calls of about one size
     done, turn = 0, 0
     while True:  # numba has no assignments in conditions
         block, turn = take(blocks, turn, counters_at, threads, thread)
