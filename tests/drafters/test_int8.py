@@ -12,10 +12,11 @@ import numpy as np
 import pytest
 import torch
 
-from dspark.drafters import DSparkDrafter, TrainableDrafter, draft_kernel
+from dspark.drafters import DrafterCache, DSparkDrafter, TrainableDrafter, draft_kernel
 from dspark.drafters.checkpoint import load_drafter, save_drafter
-from dspark.drafters.dspark import MOST_WAITING
+from dspark.drafters.draft_kernel import _MOST_CONTEXT
 from dspark.drafters.protocol import DraftSampler, PlainSampler
+from dspark.models.block_tables import BlockTables
 from dspark.models.int8_intrinsics import has_dot_products
 from tests.drafters.conftest import Context, FakeTarget
 from tests.drafters.test_kinds import Forced, extend, fill
@@ -185,7 +186,7 @@ def test_samplers_of_other_rows_and_caches_of_other_drafters_are_refused(
     smaller = wide(drafter_of, "vanilla", num_hidden_layers=1)
     foreign = smaller.new_cache(1, 400)
     with pytest.raises(ValueError, match="take one from its new_cache"):
-        extend(drafter, foreign, {0: (0, context_of(drafter, MOST_WAITING + 1))})
+        extend(drafter, foreign, {0: (0, context_of(drafter, 20))})
 
 
 def test_weights_that_are_no_numbers_are_an_error(drafter_of: DrafterOf, context_of: ContextOf) -> None:
@@ -246,30 +247,88 @@ def test_a_greedy_block_has_the_same_bits_alone_and_in_company(
         torch.set_num_threads(before)
 
 
+def waiting(cache: DrafterCache, length: int) -> int:
+    """Of the first rows of a cache with one slot, those that wait."""
+    return int(cache.is_waiting[:length].sum())
+
+
 def test_context_that_waits_in_parts_is_as_if_it_came_at_once(drafter_of: DrafterOf, context_of: ContextOf) -> None:
-    """Also if a part was rolled back and other tokens took its places; and when there is too much to wait."""
+    """Also if a part was rolled back and other tokens took its places; and if it is more than one call's."""
     drafter = wide(drafter_of, "vanilla")
     drafter.compute_in_int8()
-    context, other = context_of(drafter, MOST_WAITING + 40), context_of(drafter, 20)
-    expected = drafter.new_cache(1, 400)
-    extend(drafter, expected, {0: (0, context)})
-    assert expected.num_waiting == 0  # computed without a draft
-    cache = drafter.new_cache(1, 400)
+    size, anchor = _MOST_CONTEXT + 40, torch.tensor([9])
+    context, other = context_of(drafter, size), context_of(drafter, 20)
+    expected = drafter.new_cache(1, size + 50)
+    for start in range(0, size, 50):
+        extend(drafter, expected, {0: (start, context.cut(start, start + 50))})
+        drafter.propose(expected, [0], anchor, greedy(1))
+    cache = drafter.new_cache(1, size + 50)
     extend(drafter, cache, {0: (0, context.cut(0, 30))})
     extend(drafter, cache, {0: (30, other)})
     cache.truncate(0, 30)
-    extend(drafter, cache, {0: (30, context.cut(30, 60))})
-    assert cache.num_waiting == 80
-    anchor = torch.tensor([9])
-    drafter.propose(cache, [0], anchor, greedy(1))
-    assert cache.num_waiting == 0
-    extend(drafter, cache, {0: (60, context.cut(60))})
-    rows = slice(0, len(context.tokens_N))
-    drafter.propose(cache, [0], anchor, greedy(1))
+    extend(drafter, cache, {0: (30, context.cut(30))})
+    drafter.catch_up(cache, [])
+    assert waiting(cache, size) == size
+    drafter.catch_up(cache, [0])
+    assert waiting(cache, size) == 0
     keys, expected_keys = (each.keys.transpose(-1, -2).flatten(2, 3) for each in (cache, expected))  # columns there
-    assert torch.equal(keys[:, :, rows], expected_keys[:, :, rows])
-    assert torch.equal(cache.values[:, :, rows], expected.values[:, :, rows])
-    drafter.propose(cache, [0], anchor, greedy(1))  # nothing waits
+    assert torch.equal(keys[:, :, :size], expected_keys[:, :, :size])
+    assert torch.equal(cache.values[:, :, :size], expected.values[:, :, :size])
+    whole = drafter.propose(cache, [0], anchor, greedy(1))
+    assert torch.equal(whole.tokens_RG, drafter.propose(expected, [0], anchor, greedy(1)).tokens_RG)
+    single = drafter.new_cache(1, size + 50)
+    extend(drafter, single, {0: (0, context)})
+    assert torch.equal(drafter.propose(single, [0], anchor, greedy(1)).tokens_RG, whole.tokens_RG)  # no catching up
+    assert waiting(single, size) == 0
+
+
+def test_what_a_round_brings_is_left_to_the_draft(drafter_of: DrafterOf, context_of: ContextOf) -> None:
+    drafter = wide(drafter_of, "vanilla")
+    drafter.compute_in_int8()
+    context = context_of(drafter, 20)
+    cache = fill(drafter, {0: context}, 1, 50)
+    drafter.propose(cache, [0], torch.tensor([9]), greedy(1))
+    extend(drafter, cache, {0: (20, context.cut(0, 1 + drafter.block_size))})
+    drafter.catch_up(cache, [0])
+    assert waiting(cache, 50) == 1 + drafter.block_size
+    extend(drafter, cache, {0: (21 + drafter.block_size, context.cut(0, 1))})
+    drafter.catch_up(cache, [0])
+    assert waiting(cache, 50) == 0
+
+
+def test_int8_context_that_waits_belongs_to_the_place_whoever_has_it(
+    drafter_of: DrafterOf, context_of: ContextOf
+) -> None:
+    """Nothing drafts while tokens are rejected, blocks change hands, and two slots adopt what waits."""
+    drafter = wide(drafter_of, "vanilla")
+    drafter.compute_in_int8()
+    first, second = context_of(drafter, 20), context_of(drafter, 37)
+    tables = BlockTables(num_slots=4, max_length=64, num_blocks=12, device=torch.device("cpu"))
+    tables.assign(0, [4, 2])
+    cache = drafter.new_cache(4, 64 - drafter.block_size - 1, tables)
+    extend(drafter, cache, {0: (0, first)})
+    drafter.propose(cache, [0], torch.tensor([9]), greedy(1))
+    cache.truncate(0, 5)
+    extend(drafter, cache, {0: (5, first.cut(9, 11))})
+    tables.assign(0, [])
+    cache.truncate(0, 0)
+    tables.assign(1, [2, 4, 7])
+    extend(drafter, cache, {1: (0, second.cut(0, 33))})
+    for slot, own in ((2, 6), (3, 8)):
+        tables.assign(slot, [2, 4, own])
+        cache.adopt(slot, 32)
+        extend(drafter, cache, {slot: (32, second.cut(32))})
+    assert int(cache.is_waiting.sum()) == 33 + 2 * 5  # what two slots share waits once
+    anchors = torch.tensor([9, 9])
+    together = drafter.propose(cache, [2, 3], anchors, greedy(2))
+    assert int(cache.is_waiting.sum()) == 1  # the first one's own
+    fresh = fill(drafter, {0: second})
+    alone = drafter.propose(fresh, [0], anchors[:1], greedy(1))
+    for row in range(2):
+        assert torch.equal(together.tokens_RG[row], alone.tokens_RG[0])
+        assert together.confidence_logits_RG is not None
+        assert alone.confidence_logits_RG is not None
+        assert torch.equal(together.confidence_logits_RG[row], alone.confidence_logits_RG[0])
 
 
 def test_int8_context_still_waits_after_an_error(
@@ -288,7 +347,7 @@ def test_int8_context_still_waits_after_an_error(
         patch.setattr(draft_kernel, "run_together", fail)
         with pytest.raises(MemoryError):
             drafter.propose(cache, [0], torch.tensor([9]), greedy(1))
-    assert cache.num_waiting == 12
+    assert waiting(cache, 12) == 12
     assert torch.equal(drafter.propose(cache, [0], torch.tensor([9]), greedy(1)).tokens_RG, expected.tokens_RG)
 
 

@@ -99,7 +99,7 @@ def test_context_that_waits_is_written_where_it_belonged_and_to_whom_it_belongs_
     variant: str, drafter_of: DrafterOf, context_of: ContextOf, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Nothing drafts while a block's tokens are rejected, the block changes hands, and a third slot adopts it."""
-    monkeypatch.setattr("dspark.drafters.dspark.MOST_WAITING", 10_000)
+    monkeypatch.setattr("dspark.drafters.decoding.MOST_WAITING", 10_000)
     drafter = drafter_of(variant)
     first, second = context_of(drafter, 20), context_of(drafter, 37)
     tables = make_tables({0: [4, 2]})
@@ -123,7 +123,7 @@ def test_context_that_waits_is_written_where_it_belonged_and_to_whom_it_belongs_
 def test_context_does_not_wait_without_end(
     drafter_of: DrafterOf, context_of: ContextOf, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("dspark.drafters.dspark.MOST_WAITING", 8)
+    monkeypatch.setattr("dspark.drafters.decoding.MOST_WAITING", 8)
     drafter = drafter_of("vanilla")
     context = context_of(drafter, 12)
     cache = new_cache(drafter, make_tables({3: [1]}))

@@ -131,6 +131,9 @@ class TableDrafter:
         cache.reserve(segments)
         cache.keys[0, 0, cache.tables.places(segments).rows] = taps_NT
 
+    def catch_up(self, cache: DrafterCache, slots: Sequence[int]) -> None:
+        """It puts nothing off."""
+
     def propose(
         self,
         cache: DrafterCache,

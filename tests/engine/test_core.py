@@ -5,13 +5,17 @@ from __future__ import annotations
 import json
 import math
 import random
+from collections.abc import Sequence
 from dataclasses import asdict, replace
+from typing import Any
 
 import numpy as np
 import pytest
 
 from dspark.calibration.calibration import Calibration
 from dspark.decoding import SamplingSettings
+from dspark.drafters.cache import DrafterCache
+from dspark.drafters.protocol import DraftBlock
 from dspark.engine.core import EngineCore
 from dspark.engine.generation import generate
 from dspark.engine.queue import QueueFull
@@ -21,7 +25,15 @@ from dspark.engine.settings import EngineSettings
 from dspark.models.block_tables import BLOCK_SIZE
 from dspark.scheduling import StepRecord, parse_policy, replayed_lengths
 from tests.cli.tokenizer import character_tokenizer
-from tests.engine.confident import CONTEXT, VOCABULARY, make_cost, make_drafter, make_request, make_target
+from tests.engine.confident import (
+    CONTEXT,
+    VOCABULARY,
+    ConfidentTableDrafter,
+    make_cost,
+    make_drafter,
+    make_request,
+    make_target,
+)
 from tests.engine.table_models import TableDrafter, random_table
 
 POLICIES = ("off", "fixed:2", "threshold:0.4", "immediate", "delayed")
@@ -396,6 +408,37 @@ def test_measured_steps_correct_the_cost() -> None:
     core.run()
     assert core.cost is not None
     assert core.cost.draft_ratio > 1.0  # a tick a draft, where 0.1 was measured
+
+
+def test_what_a_drafter_catches_up_with_counts_for_the_step_but_not_as_a_draft() -> None:
+    class Late(ConfidentTableDrafter):
+        def catch_up(self, cache: DrafterCache, slots: Sequence[int]) -> None:
+            caught_up.extend(slots)
+            now[0] += 7.0
+
+        def propose(self, *arguments: Any) -> DraftBlock:
+            now[0] += 0.1 * arguments[-1] / 3  # as `make_cost` says, for one request
+            return super().propose(*arguments)
+
+    now, caught_up, records = [0.0], list[int](), list[StepRecord]()
+    core = EngineCore(
+        make_target(),
+        Late(random_table(VOCABULARY, 0), 3),
+        policy=parse_policy("delayed"),
+        cost=make_cost(),
+        settings=SMALL,
+        on_step=records.append,
+        clock=lambda: now[0],
+    )
+    core.submit(Request(prompt_ids=(1, 2), max_tokens=20))
+    core.run()
+    measured = [record.measured for record in records if record.drafts is not None and record.measured is not None]
+    assert len(measured) == len(caught_up) > 3
+    assert all(seconds.catch_up == pytest.approx(7.0) for seconds in measured)
+    assert all(seconds.total == pytest.approx(7.0 + seconds.draft) for seconds in measured)
+    assert core.cost is not None
+    assert core.cost.draft_ratio == pytest.approx(1.0)
+    assert core.statistics().steps.draft_seconds == pytest.approx(sum(seconds.total for seconds in measured))
 
 
 def test_what_cannot_work_is_refused() -> None:

@@ -179,6 +179,24 @@ def test_a_parked_batch_probes_each_time_its_history_has_aged_and_returns_when_l
 
 
 @pytest.mark.parametrize("policy", ADAPTIVE, ids=names(ADAPTIVE))
+def test_a_probe_of_many_drafts_for_those_drafted_before_and_the_newest(policy: Policy) -> None:
+    steep = cost_over_tokens([float(tokens) for tokens in range(1, 90)])
+    past = PastSurvivals(
+        step=0, request_ids_R=[7, 3, 20], lengths_R=[2, 2, 0], survivals_RG=[[0.5, 0.2], [0.5, 0.2], [0.0, 0.0]]
+    )
+    ids = [40, 3, 31, 33, 35, 7, 37, 39, 20, 36, 38, 41]
+    draftable = [2, 2, 2, 2, 2, 2, 0, 2, 2, 1, 2, 2]  # nothing for request 37
+    plan = policy.plan(batch_of(draftable, step=128, ids=ids), past, steep)
+    assert plan.why == "probe"
+    assert {
+        request for request, length in zip(ids, plan.draft_lengths_R.tolist(), strict=True) if length > 0
+    } == {3, 7, 41, 40, 39, 38, 36, 35}
+    assert plan.draft_lengths_R[ids.index(36)] == 1
+    few = policy.plan(batch_of([2] * 8, step=128), past, steep)
+    assert (few.why, few.draft_lengths_R.tolist()) == ("probe", [2] * 8)
+
+
+@pytest.mark.parametrize("policy", ADAPTIVE, ids=names(ADAPTIVE))
 def test_parked_requests_are_looked_at_again_now_and_then_and_others_at_once(policy: Policy) -> None:
     past = past_of([[0.9], [0.9]], step=5, ids=[1, 2])
     whys = {

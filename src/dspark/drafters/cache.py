@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -28,8 +30,10 @@ class DrafterCache(KVCache):
     attention reads one piece of memory; the next `extend` overwrites them. ``lengths[slot]`` is also the position of
     the slot's next anchor.
 
-    A drafter need not compute keys and values before it drafts: what it has put off is in ``waiting``, oldest first.
-    Slots and blocks may have changed hands since; a place that is there twice belongs to the later one.
+    A drafter need not compute keys and values before it drafts. It may put them off in one of two ways. Features that
+    came are in ``waiting``, oldest first; slots and blocks may have changed hands since, and a place that is there
+    twice belongs to the later one. Or each place keeps its own: ``features_of_rows`` holds them, in ``feature_bytes``
+    bytes of the drafter's own making, where ``is_waiting``. These may wait for ever, and are forgotten with the place.
 
     Drafters over pairs (`dspark.drafters.pairs`) also keep the feature of every context position, in ``features``
     ``[rows, feature_size]``: the next pair needs the last one, whatever was rolled back.
@@ -40,6 +44,7 @@ class DrafterCache(KVCache):
         tables: Where the positions are; with room for ``scratch`` more than ``max_length`` a slot.
         dtype: Of what the drafter computes.
         for_int8: Keep float16, keys as columns, for the compiled code of int8; else what attention reads best.
+        feature_bytes: Of a row of ``features_of_rows``; 0 for none.
         feature_size: Width of ``features``; 0 for none.
     """
 
@@ -55,6 +60,7 @@ class DrafterCache(KVCache):
         device: torch.device,
         dtype: torch.dtype,
         for_int8: bool = False,
+        feature_bytes: int = 0,
         feature_size: int = 0,
         tables: BlockTables | None = None,
     ) -> None:
@@ -74,6 +80,9 @@ class DrafterCache(KVCache):
         )
         self.features: Tensor = torch.zeros((self.tables.num_rows, feature_size), device=device, dtype=dtype)
         self.waiting: list[WaitingContext] = []
+        self.features_of_rows: Tensor = torch.empty((self.tables.num_rows, feature_bytes), dtype=torch.uint8)
+        self.is_waiting: npt.NDArray[np.bool_] = np.zeros(self.tables.num_rows if feature_bytes else 0, np.bool_)
+        self._ready = [0] * num_slots
 
     @property
     def num_waiting(self) -> int:
@@ -83,7 +92,37 @@ class DrafterCache(KVCache):
     @property
     def nbytes_per_block(self) -> int:
         """Bytes that one block takes here."""
-        return super().nbytes_per_block + self.features.nbytes // self.tables.num_blocks
+        own = self.features.nbytes + self.features_of_rows.nbytes + self.is_waiting.nbytes
+        return super().nbytes_per_block + own // self.tables.num_blocks
+
+    # ---- places that keep features of their own ----------------------------------------------------------------------
+
+    def truncate(self, slot: int, length: int) -> None:
+        """Forget every position of ``slot`` from ``length`` on."""
+        super().truncate(slot, length)
+        self._ready[slot] = min(self._ready[slot], length)
+
+    def adopt(self, slot: int, length: int) -> None:
+        """Count positions ``0 .. length - 1`` of ``slot`` as valid: others have computed them, or put them off."""
+        super().adopt(slot, length)
+        self._ready[slot] = 0
+
+    def reserve(self, segments: Sequence[Segment]) -> None:
+        """Check that ``segments`` continue their slots and fit, then count them as written."""
+        super().reserve(segments)
+        for segment in segments:
+            self._ready[segment.slot] = min(self._ready[segment.slot], segment.start)
+
+    def not_ready(self, slots: Sequence[int]) -> list[Segment]:
+        """The context of these slots that may wait: what comes before is known to be computed."""
+        lengths, ready = self.lengths, self._ready
+        late = [slot for slot in slots if ready[slot] < lengths[slot]]
+        return [Segment(slot, ready[slot], lengths[slot] - ready[slot]) for slot in late]
+
+    def set_ready(self, segments: Sequence[Segment]) -> None:
+        """Nothing waits any more in what `not_ready` gave."""
+        for segment in segments:
+            self._ready[segment.slot] = segment.end
 
     def blocks(self, slots: Sequence[int], inputs: int) -> list[Segment]:
         """Where blocks of ``inputs`` tokens go, each behind its slot's context.

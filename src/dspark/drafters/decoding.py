@@ -13,12 +13,13 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from dspark.drafters.backbone import DraftLayer, FusedWeights
-from dspark.drafters.cache import DrafterCache
+from dspark.drafters.cache import DrafterCache, WaitingContext
 from dspark.drafters.draft_kernel import DraftKernel, DraftWeights, quantised_rows
 from dspark.drafters.layers import RopeTables, Rotation, project_taps, rms_norm
 from dspark.drafters.protocol import DraftBlock, PlainSampler
 from dspark.drafters.sequential import corrected_logits
 from dspark.models.attention import AttentionPlan, attend
+from dspark.models.block_tables import Places
 from dspark.models.decoder_kernel import DecoderKernel
 from dspark.models.decoder_layer import DecoderLayer, LayersShape
 from dspark.models.int8_linear import GroupedInt8Linear
@@ -27,20 +28,32 @@ from dspark.models.rope import rotate
 if TYPE_CHECKING:
     from dspark.drafters.dspark import DSparkDrafter
 
-__all__ = ["DraftComputation", "FloatComputation", "Int8Computation"]
+__all__ = ["MOST_WAITING", "DraftComputation", "FloatComputation", "Int8Computation"]
+
+MOST_WAITING = 256
+"""Context tokens that wait together at most."""
 
 
 class DraftComputation(Protocol):
     """A drafter's part of a round."""
 
-    def write_context(self, cache: DrafterCache) -> None:
-        """Compute and store the keys and values of what waits, in every draft layer (SPEC eq. 2-3)."""
+    @property
+    def feature_bytes(self) -> int:
+        """Bytes in which features of a token wait at its own place; 0 if they wait together (`DrafterCache`)."""
+        ...
+
+    def put_off(self, cache: DrafterCache, places: Places, taps_NT: Tensor) -> None:
+        """Keep features of context tokens, whose keys and values in every draft layer (SPEC eq. 2-3) will follow."""
+        ...
+
+    def catch_up(self, cache: DrafterCache, slots: Sequence[int], least: int) -> None:
+        """Compute what was put off of these slots' context, if it may be more than ``least`` tokens."""
         ...
 
     def blocks(self, cache: DrafterCache, slots: Sequence[int], anchors_R: Tensor, count: int) -> tuple[Tensor, Tensor]:
         """Backbone states ``[R, G, H]`` and base logits ``[R, G, D]`` in float32 of the first ``count`` slots.
 
-        What waits is written first. The backbone always sees a whole block.
+        What was put off of the slots' context is computed first. The backbone always sees a whole block.
         """
         ...
 
@@ -67,8 +80,21 @@ class FloatComputation:
         self._ropes = ropes
         self._fused: FusedWeights | None = None
 
+    @property
+    def feature_bytes(self) -> int:
+        return 0
+
+    def put_off(self, cache: DrafterCache, places: Places, taps_NT: Tensor) -> None:
+        cache.waiting.append(WaitingContext(taps_NT=taps_NT, places=places))
+        if cache.num_waiting >= MOST_WAITING:
+            self._write_context(cache)
+
+    def catch_up(self, cache: DrafterCache, slots: Sequence[int], least: int) -> None:
+        if cache.num_waiting > least:
+            self._write_context(cache)
+
     @torch.no_grad()
-    def write_context(self, cache: DrafterCache) -> None:
+    def _write_context(self, cache: DrafterCache) -> None:
         if not cache.waiting:
             return
         waiting = cache.waiting
@@ -86,7 +112,7 @@ class FloatComputation:
         cache.waiting = []  # not before: after an error, others may still read these places as their prefix
 
     def blocks(self, cache: DrafterCache, slots: Sequence[int], anchors_R: Tensor, count: int) -> tuple[Tensor, Tensor]:
-        self.write_context(cache)
+        self._write_context(cache)
         drafter = self._drafter
         config = drafter.config
         rows, inputs = len(slots), config.num_block_inputs
@@ -220,9 +246,15 @@ class Int8Computation:
             block_size=config.block_size,
         )
 
-    def write_context(self, cache: DrafterCache) -> None:
-        if cache.waiting:
-            self._kernel.write_context(cache)
+    @property
+    def feature_bytes(self) -> int:
+        return self._kernel.feature_bytes
+
+    def put_off(self, cache: DrafterCache, places: Places, taps_NT: Tensor) -> None:
+        self._kernel.put_off(cache, places, taps_NT)
+
+    def catch_up(self, cache: DrafterCache, slots: Sequence[int], least: int) -> None:
+        self._kernel.catch_up(cache, slots, least)
 
     def blocks(self, cache: DrafterCache, slots: Sequence[int], anchors_R: Tensor, count: int) -> tuple[Tensor, Tensor]:
         return self._kernel.states(cache, slots, anchors_R, count)

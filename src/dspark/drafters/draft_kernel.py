@@ -1,7 +1,7 @@
 """A DSpark drafter's part of a round in int8, as one call of compiled code, which threads share.
 
-The phases of a call (see `dspark.models.decoder_kernel`): keys and values of the context that waits, the draft layers
-over the blocks, base logits, and if it is wanted tokens, drawn one after the other, with their confidences.
+The phases of a call (see `dspark.models.decoder_kernel`): keys and values of the context that was put off, the draft
+layers over the blocks, base logits, and if it is wanted tokens, drawn one after the other, with their confidences.
 
 Shapes: N context tokens, T concatenated taps, R rows (requests), I inputs of a block, G draft tokens, H hidden, D
 draft vocabulary, V target ids, r rank.
@@ -27,6 +27,7 @@ from dspark.compiling import remembered
 from dspark.drafters.cache import DrafterCache
 from dspark.drafters.protocol import DraftBlock, PlainSampler
 from dspark.models.attention import AttentionPlan
+from dspark.models.block_tables import BLOCK_SIZE, Places
 from dspark.models.compiling import SOURCE
 from dspark.models.decoder_kernel import OUTSIDE, DecoderKernel, address, run_layers, store_key_and_value
 from dspark.models.decoder_layer import LayersShape
@@ -38,23 +39,26 @@ from dspark.models.int8_linear import (
     multiply,
     new_counters,
     quantise,
-    quantise_rows,
     quantised_bytes,
     take,
     wait,
 )
 from dspark.models.rope import RopeTable
-from dspark.models.row_kernels import add_row, copy_row, draw, most_likely, norm_row, softmax_of
+from dspark.models.row_kernels import add_row, copy_row, draw, most_likely, norm_row, quantise_row, softmax_of
 from dspark.models.threads import run_together
 from dspark.models.vector_intrinsics import pointer
+from dspark.types import Segment
 
 __all__ = ["DraftKernel", "DraftWeights", "quantised_rows"]
 
+_MOST_CONTEXT = 512
+"""Context tokens of one call: more of them take no less time for each, but memory for what lies between products."""
 _CONTEXT_PHASES = 5
 _PHASES_BESIDE_LAYERS = 4
 _PHASES_A_TOKEN = 3
 
 Floats = npt.NDArray[Any]
+Ints = npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -130,7 +134,7 @@ class DraftKernel:
         self._head_arguments = _addresses(w.lm_head)
         self._draw_arguments = (address(w.draft_token_ids_D), address(w.features_V), *_addresses(w.w2))
         self._confidence_arguments = (address(w.confidence_H), address(w.confidence_V))
-        self._context_arguments = (*_addresses(w.fc), w.fc.size_in, w.fc.size_out, w.context_norm_H.data_ptr())
+        self._context_arguments = (*_addresses(w.fc), w.fc.size_out, w.context_norm_H.data_ptr())
         self._kv_arguments = (
             *_addresses(w.context_kv), w.key_norms_Ld.data_ptr(), shape.num_layers, shape.num_kv_heads, shape.head_dim,
         )  # fmt: skip
@@ -140,14 +144,38 @@ class DraftKernel:
         copy = partial(DraftKernel, rope=self._rope, num_inputs=self._num_inputs, block_size=self._block_size)
         return copy, (self._layers, self._shape, self._weights)
 
-    def write_context(self, cache: DrafterCache) -> None:
-        """Compute and store the keys and values of what waits, and nothing else."""
-        threads = torch.get_num_threads()
-        context, memory = self._context(cache)
-        counters, counters_at = new_counters(_CONTEXT_PHASES, threads)
-        kernel = _context_kernel()
-        run_together(lambda: kernel(context, counters_at, threads), threads, (self, cache, memory, counters))
-        cache.waiting = []  # not before: after an error, others may still read these places as their prefix
+    @property
+    def feature_bytes(self) -> int:
+        """Bytes in which features of a token wait: quantised, as the first product reads them."""
+        return quantised_bytes(1, self._weights.fc.packed.shape[1])
+
+    def put_off(self, cache: DrafterCache, places: Places, taps_NT: Tensor) -> None:
+        """Keep features of context tokens at their places."""
+        self._check_cache(cache)
+        taps_NT = taps_NT.float().contiguous()
+        rows = places.row_numbers.contiguous()
+        features = cache.features_of_rows
+        _keeper()(
+            taps_NT.data_ptr(), *taps_NT.shape, rows.data_ptr(), features.data_ptr(), features.shape[1],
+            cache.is_waiting,
+        )  # fmt: skip
+
+    def catch_up(self, cache: DrafterCache, slots: Sequence[int], least: int) -> None:
+        """Compute what was put off of these slots' context, if it may be more than ``least`` tokens."""
+        segments = cache.not_ready(slots)
+        if sum(segment.length for segment in segments) <= least:
+            return
+        self._check_cache(cache)
+        positions_N, rows_N = _waiting(cache, segments)
+        threads, kernel = torch.get_num_threads(), _context_kernel()
+        for start in range(0, len(rows_N), _MOST_CONTEXT):
+            part = slice(start, start + _MOST_CONTEXT)
+            context, memory = self._context(cache, positions_N[part], rows_N[part])
+            counters, counters_at = new_counters(_CONTEXT_PHASES, threads)
+            arguments = context, counters_at, threads
+            run_together(partial(kernel, *arguments), threads, (self, cache, memory, counters))
+            cache.is_waiting[rows_N[part]] = False  # not before: after an error they still wait
+        cache.set_ready(segments)
 
     def states(self, cache: DrafterCache, slots: Sequence[int], anchors_R: Tensor, count: int) -> tuple[Tensor, Tensor]:
         """Backbone states ``[R, G, H]`` and base logits ``[R, G, D]`` of what `draft` would draw from."""
@@ -159,7 +187,7 @@ class DraftKernel:
     def draft(
         self, cache: DrafterCache, slots: Sequence[int], anchors_R: Tensor, count: int, sampler: PlainSampler
     ) -> DraftBlock:
-        """Blocks behind the context of ``slots``, that which waits included.
+        """Blocks behind the context of ``slots``, that which was put off included.
 
         Args:
             anchors_R: int64, the last token of each.
@@ -197,7 +225,10 @@ class DraftKernel:
         x_NH = torch.empty(rows * num_inputs, hidden)
         rope = self._rope.table(plan.places.last_position)
         layers = self._layers.prepare(x_NH, (rope, rope), plan, cache, ())
-        context, context_memory = self._context(cache)
+        self.catch_up(cache, slots, _MOST_CONTEXT)  # what is left is one call's
+        not_ready = cache.not_ready(slots)
+        positions_N, rows_N = _waiting(cache, not_ready)
+        context, context_memory = self._context(cache, positions_N, rows_N)
         groups = max(linear.packed.shape[1] for linear in (weights.lm_head, weights.w2) if linear is not None)
         confidences_RG = np.empty((rows, count), np.float32)
         correction_width = 0 if weights.w2 is None else weights.w2.padded_out
@@ -245,7 +276,8 @@ class DraftKernel:
         )  # fmt: skip
         if not run_together(lambda: kernel(*arguments, counters_at, threads), threads, memory):
             raise ValueError(OUTSIDE)
-        cache.waiting = []
+        cache.is_waiting[rows_N] = False
+        cache.set_ready(not_ready)
         return _Drafted(
             known_RG=known, confidences_RG=confidences_RG, probs_RGD=probs_RGD, scratch=scratch, sizes=sizes
         )
@@ -262,27 +294,32 @@ class DraftKernel:
         del counters
         return torch.from_numpy(out_RG)
 
-    def _context(self, cache: DrafterCache) -> tuple[tuple[object, ...], tuple[object, ...]]:
-        """Arguments of ``_write_context``, and what they know by address. The later of two at one place comes later."""
-        weights, waiting = self._weights, cache.waiting
+    def _check_cache(self, cache: DrafterCache) -> None:
+        """Raise ValueError unless the memory of ``cache`` is this drafter's."""
         self._layers.check_cache(cache)
-        taps_NT = _joined([context.taps_NT.float() for context in waiting], torch.empty(0, weights.fc.size_in))
-        taps_NT = taps_NT.contiguous()
-        tables = [context.places.table_5N for context in waiting]
-        table_5N = _joined(tables, torch.empty(5, 0, dtype=torch.int64), axis=1)
-        rope = self._rope.table(max((context.places.last_position for context in waiting), default=0))
-        rows = taps_NT.shape[0]
+        if cache.features_of_rows.shape[1] != self.feature_bytes:
+            raise ValueError(
+                f"the cache keeps features in {cache.features_of_rows.shape[1]} bytes, this drafter in "
+                f"{self.feature_bytes}: take one from its new_cache"
+            )
+
+    def _context(
+        self, cache: DrafterCache, positions_N: Ints, rows_N: Ints
+    ) -> tuple[tuple[object, ...], tuple[object, ...]]:
+        """Arguments of ``_write_context``, and what they know by address."""
+        weights, rows = self._weights, len(rows_N)
+        rope = self._rope.table(int(positions_N.max(initial=0)))
         groups = max(weights.fc.packed.shape[1], weights.context_kv.packed.shape[1])
         widths = weights.fc.padded_out, weights.context_kv.padded_out
         scratch = torch.empty(rows * sum(widths) + quantised_bytes(rows, groups) // 4)
-        scratch_at, table_at = scratch.data_ptr(), table_5N.data_ptr()
+        scratch_at, features = scratch.data_ptr(), cache.features_of_rows
         arguments = (
-            taps_NT.data_ptr(), rows, *self._context_arguments, np.float32(self._shape.norm_eps), *self._kv_arguments,
-            *(table.data_ptr() for table in rope), table_at + 8 * rows, table_at + 16 * rows,
+            features.data_ptr(), rows, *self._context_arguments, np.float32(self._shape.norm_eps),
+            *self._kv_arguments, *(table.data_ptr() for table in rope), positions_N, rows_N,
             cache.keys.data_ptr(), cache.values.data_ptr(), cache.tables.num_rows, scratch_at,
             scratch_at + 4 * rows * widths[0], scratch_at + 4 * rows * sum(widths),
         )  # fmt: skip
-        return arguments, (taps_NT, table_5N, rope, scratch)
+        return arguments, (cache, positions_N, rows_N, rope, scratch)
 
 
 def _draws(sampler: PlainSampler | None, rows: int, count: int) -> tuple[Floats, Floats]:
@@ -305,11 +342,15 @@ def _draws(sampler: PlainSampler | None, rows: int, count: int) -> tuple[Floats,
     return np.array(scales, np.float32), uniforms_RG
 
 
-def _joined(parts: Sequence[Tensor], nothing: Tensor, axis: int = 0) -> Tensor:
-    if not parts:
-        return nothing
-    # Not by PyTorch, whose threads would go on spinning beside those of the kernel.
-    return parts[0] if len(parts) == 1 else torch.from_numpy(np.concatenate([part.numpy() for part in parts], axis))
+def _waiting(cache: DrafterCache, segments: Sequence[Segment]) -> tuple[Ints, Ints]:
+    """Positions and rows of what waits in these segments, each row once."""
+    total = sum(segment.length for segment in segments)
+    positions_N, rows_N = np.empty(total, np.int64), np.empty(total, np.int64)
+    count = 0
+    if segments:
+        table = np.array([(segment.slot, segment.start, segment.end) for segment in segments], np.int64)
+        count = _finder()(table, cache.tables.tables_SB.numpy(), cache.is_waiting, positions_N, rows_N)
+    return positions_N[:count], rows_N[:count]
 
 
 def _addresses(linear: GroupedInt8Linear | None) -> tuple[int, int, int, int]:
@@ -348,19 +389,33 @@ def _norm_rows(
 
 
 @njit(error_model="numpy")  # type: ignore[untyped-decorator]
+def _gather(
+    features_at: int, rows: int, token_rows: Any, groups: int, q_at: int, counters_at: int, threads: int, thread: int
+) -> Any:  # fmt: skip
+    """One phase: features of the rows side by side."""
+    done, turn, size = 0, 0, groups * ROW_GROUP_BYTES
+    while True:
+        row, turn = take(rows, turn, counters_at, threads, thread)
+        if row >= rows:
+            break
+        copy_row(features_at + token_rows[row] * size, q_at + row * size, size // 4)
+        done += 1
+    finish(counters_at, done)
+    return wait(counters_at, rows, threads)
+
+
+@njit(error_model="numpy")  # type: ignore[untyped-decorator]
 def _write_context(
-    taps_at: int, rows: int, fc_at: int, fc_groups: int, fc_bias_at: int, fc_width: int, taps_size: int, hidden: int,
+    features_at: int, rows: int, fc_at: int, fc_groups: int, fc_bias_at: int, fc_width: int, hidden: int,
     norm_at: int, eps: Any, kv_at: int, kv_groups: int, kv_bias_at: int, kv_width: int, key_norms_at: int,
-    num_layers: int, kv_heads: int, head_dim: int, cos_at: int, sin_at: int, positions_at: int, token_rows_at: int,
+    num_layers: int, kv_heads: int, head_dim: int, cos_at: int, sin_at: int, positions: Any, token_rows: Any,
     keys_at: int, values_at: int, num_rows: int, context_at: int, projected_at: int, q_at: int, counters_at: int,
     threads: int, thread: int,
 ) -> Any:  # fmt: skip
     """The phases of context tokens (SPEC eq. 2-3)."""
     if rows == 0:
         return counters_at
-    positions = carray(pointer(positions_at), rows, np.int64)
-    token_rows = carray(pointer(token_rows_at), rows, np.int64)
-    at = quantise_rows(taps_at, rows, taps_size, q_at, counters_at, threads, thread)
+    at = _gather(features_at, rows, token_rows, fc_groups, q_at, counters_at, threads, thread)
     at = multiply(q_at, rows, fc_groups, fc_at, fc_bias_at, context_at, fc_width, at, threads, thread)
     at = _norm_rows(context_at, rows, fc_width, hidden, norm_at, eps, q_at, at, threads, thread)
     at = multiply(q_at, rows, kv_groups, kv_at, kv_bias_at, projected_at, kv_width, at, threads, thread)
@@ -372,7 +427,7 @@ def _write_context(
             break
         key_norm_at = key_norms_at + piece // kv_heads * step
         column = piece // kv_heads * 2 * kv_heads + piece % kv_heads
-        for row in range(rows):  # in their order: the later of two at one place stays
+        for row in range(rows):
             key_at = projected_at + row * kv_width * 4 + column * step
             norm_row(key_at, key_at, key_norm_at, head_dim, eps)
             store_key_and_value(
@@ -542,6 +597,40 @@ def _context_kernel(source: str = SOURCE) -> Callable[..., bool]:
         return True
 
     kernel: Callable[..., bool] = remembered(write_context)
+    return kernel
+
+
+@lru_cache
+def _keeper(source: str = SOURCE) -> Callable[..., None]:
+    def keep(taps_at, rows, size, token_rows_at, features_at, feature_bytes, is_waiting):  # type: ignore[no-untyped-def]
+        _ = source
+        token_rows = carray(pointer(token_rows_at), rows, np.int64)
+        for row in range(rows):
+            place = token_rows[row]
+            quantise_row(taps_at + row * size * 4, size, features_at + place * feature_bytes)
+            is_waiting[place] = True
+
+    kernel: Callable[..., None] = remembered(keep)
+    return kernel
+
+
+@lru_cache
+def _finder(source: str = SOURCE) -> Callable[..., int]:
+    def find(segments_R3, tables_SB, is_waiting, positions_N, rows_N):  # type: ignore[no-untyped-def]
+        _ = source
+        count = 0
+        for slot, start, end in segments_R3:
+            for position in range(start, end):
+                row = np.int64(tables_SB[slot, position // BLOCK_SIZE]) * BLOCK_SIZE + position % BLOCK_SIZE
+                if is_waiting[row]:
+                    positions_N[count], rows_N[count] = position, row
+                    count += 1
+                    is_waiting[row] = False  # slots may share it
+        for n in range(count):
+            is_waiting[rows_N[n]] = True
+        return count
+
+    kernel: Callable[..., int] = remembered(find)
     return kernel
 
 

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor, nn
 
 from dspark.calibration.calibration import Calibration
+from dspark.drafters.cache import DrafterCache
 from dspark.drafters.config import DrafterConfig
 from dspark.drafters.initialization import draft_token_ids, register_target_parts
 
@@ -65,3 +68,6 @@ class DraftModel(nn.Module):
     def compute_dtype(self) -> str:
         """What drafts are computed in: the parameters' type, or ``int8``."""
         return str(self.dtype).removeprefix("torch.")
+
+    def catch_up(self, cache: DrafterCache, slots: Sequence[int]) -> None:
+        """Compute what was put off of these slots' context: nothing, in a drafter that puts nothing off."""

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from dspark.drafters.backbone import DraftLayer
-from dspark.drafters.cache import DrafterCache, WaitingContext, check_proposal, position_range, reserve_extension
+from dspark.drafters.cache import DrafterCache, check_proposal, position_range, reserve_extension
 from dspark.drafters.confidence import ConfidenceHead
 from dspark.drafters.decoding import DraftComputation, FloatComputation, Int8Computation
 from dspark.drafters.draft_model import DraftModel
@@ -27,9 +27,6 @@ from dspark.drafters.sequential import HEADS, SequentialHead, corrected_logits, 
 from dspark.models.block_tables import BlockTables
 from dspark.models.int8_intrinsics import has_dot_products
 from dspark.types import Segment
-
-MOST_WAITING = 256
-"""Context tokens whose keys and values are put off at most."""
 
 
 class DSparkDrafter(DraftModel):
@@ -106,14 +103,15 @@ class DSparkDrafter(DraftModel):
             device=self.device,
             dtype=self.dtype,
             for_int8=self.compute_dtype == "int8",
+            feature_bytes=self._computation.feature_bytes,
             tables=tables,
         )
 
     def extend(self, cache: DrafterCache, segments: Sequence[Segment], token_ids_N: Tensor, taps_NT: Tensor) -> None:
         """Take in newly committed tokens as context.
 
-        Their keys and values are computed with the next draft, or when ``MOST_WAITING`` tokens have come together: as
-        long as nothing is drafted, one product over many tokens takes the place of many small ones.
+        Their keys and values are computed with the slot's next draft. Until then the features are kept: in int8 for as
+        long as it takes; else until many tokens have come together, so that one product takes the place of many.
 
         Args:
             cache: The cache to extend.
@@ -126,11 +124,12 @@ class DSparkDrafter(DraftModel):
                 tokens is wrong.
         """
         segments = reserve_extension(cache, segments, token_ids_N, taps_NT, self.fc.in_features)
-        if not segments:
-            return
-        cache.waiting.append(WaitingContext(taps_NT=taps_NT, places=cache.tables.places(segments)))
-        if cache.num_waiting >= MOST_WAITING:
-            self._computation.write_context(cache)
+        if segments:
+            self._computation.put_off(cache, cache.tables.places(segments), taps_NT)
+
+    def catch_up(self, cache: DrafterCache, slots: Sequence[int]) -> None:
+        """Compute what was put off of these slots' context (see `dspark.drafters.protocol.Drafter.catch_up`)."""
+        self._computation.catch_up(cache, slots, len(slots) * (1 + self.block_size))
 
     def propose(
         self,

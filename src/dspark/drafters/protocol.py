@@ -89,6 +89,13 @@ class Drafter(Protocol):
         """Take in newly committed tokens and the target's features of them."""
         ...
 
+    def catch_up(self, cache: DrafterCache, slots: Sequence[int]) -> None:
+        """Compute what was put off of these slots' context, where that is more than each round brings.
+
+        `propose` would do it too: so it can be told from the time that a draft takes.
+        """
+        ...
+
     def propose(
         self,
         cache: DrafterCache,

@@ -222,10 +222,10 @@ class _Run:
         filling = [one for choice_id, one in self._open.items() if one.num_known == 0 and one not in decoding]
         total = len(decoding) + int(record.verify_lengths_R.sum())
         total += sum(len(one.asked.prompt_ids) for one in filling)
-        passing = seconds - (measured.draft + measured.schedule if decoding else 0.0)
+        passing = seconds - (measured.drafter + measured.schedule if decoding else 0.0)
         for one, verified in zip(decoding, record.verify_lengths_R.tolist(), strict=True):
             share = (1 + verified) / total
-            one.draft += measured.draft / len(decoding)
+            one.draft += measured.drafter / len(decoding)
             one.schedule += measured.schedule / len(decoding)
             one.verify += share * measured.verify
             one.commit += share * (passing - measured.verify)

@@ -48,7 +48,7 @@ class StepTotals:
         self.verified += int(record.verify_lengths_R.sum())
         self.accepted += int(record.accepted_R.sum())
         self.prefill_tokens += record.plan.batch.prefill_tokens
-        self.draft_seconds += record.measured.draft
+        self.draft_seconds += record.measured.drafter
         self.schedule_seconds += record.measured.schedule
         self.verify_seconds += record.measured.verify
         if record.predicted is not None:

@@ -142,7 +142,10 @@ class Stepper:
         began = self._clock()
         plan = plan_step(self.policy, self._batch(decoding, chunks), self._history.past, self.cost)
         planned = self._clock()
-        drafts, confidences = self._draft(plan, decoding)
+        drafting = [index for index, length in enumerate(plan.draft_lengths_R.tolist()) if length > 0]
+        self._catch_up([decoding[index].slot for index in drafting])
+        caught_up = self._clock()
+        drafts, confidences = self._draft(plan, decoding, drafting)
         drafted = self._clock()
         lengths_R, predicted = self._schedule(plan, confidences)
         scheduled = self._clock()
@@ -155,7 +158,10 @@ class Stepper:
         ended = self._clock()
 
         measured = StepSeconds(
-            draft=drafted - planned, schedule=(planned - began) + (scheduled - drafted), verify=ended - scheduled
+            catch_up=caught_up - planned,
+            draft=drafted - caught_up,
+            schedule=(planned - began) + (scheduled - drafted),
+            verify=ended - scheduled,
         )
         if self.cost is not None and predicted is not None:
             self.cost = self.cost.corrected(predicted, measured)
@@ -188,14 +194,24 @@ class Stepper:
             own_policies_R=own_policies_R if any(own_policies_R) else None,
         )
 
-    def _draft(self, plan: StepPlan, decoding: Sequence[Row]) -> tuple[list[_Draft], Drafts | None]:
-        """The drafts of the decoding rows, and how sure the drafter is of them; None if nothing was drafted."""
-        if not plan.drafts:
+    def _catch_up(self, slots: Sequence[int]) -> None:
+        """Have the drafter read what it put off of these slots while they were not drafted for."""
+        if slots and self._drafter is not None and self._drafter_cache is not None:
+            self._drafter.catch_up(self._drafter_cache, slots)
+
+    def _draft(
+        self, plan: StepPlan, decoding: Sequence[Row], drafting: Sequence[int]
+    ) -> tuple[list[_Draft], Drafts | None]:
+        """The drafts of the decoding rows, and how sure the drafter is of them; None if nothing was drafted.
+
+        Args:
+            drafting: the rows that are drafted for.
+        """
+        if not drafting:
             return [_NO_DRAFT] * len(decoding), None
         assert self._drafter is not None, "a policy drafts without a drafter"
         assert self._drafter_cache is not None, "a drafter comes with its memory"
         lengths = plan.draft_lengths_R.tolist()
-        drafting = [index for index, length in enumerate(lengths) if length > 0]
         choices = [decoding[index].choice for index in drafting]
         anchors_R = as_tensor([choice.tokens[-1] for choice in choices], self._target.device)
         block = self._drafter.propose(

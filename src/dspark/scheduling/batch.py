@@ -20,6 +20,7 @@ __all__ = ["Drafts", "FloatArray", "IntArray", "StepBatch", "survival"]
 Array = TypeVar("Array", bound=npt.NDArray[Any])
 IntArray = npt.NDArray[np.int64]
 FloatArray = npt.NDArray[np.float64]
+BoolArray = npt.NDArray[np.bool_]
 
 
 def survival(confidences_RG: npt.ArrayLike, lengths_R: npt.ArrayLike) -> FloatArray:

@@ -62,16 +62,29 @@ class PrefillPoint:
 
 @dataclass(frozen=True, kw_only=True)
 class StepSeconds:
-    """Seconds of a step, predicted or measured. ``verify`` is the target's pass, prompt tokens of the step included."""
+    """Seconds of a step, predicted or measured.
+
+    Attributes:
+        draft: of the drafter's blocks.
+        schedule: of decisions before and after.
+        verify: of the target's pass, prompt tokens of the step included.
+        catch_up: of what the drafter had put off while nothing was drafted; nobody predicts it.
+    """
 
     draft: float
     schedule: float
     verify: float
+    catch_up: float = 0.0
+
+    @property
+    def drafter(self) -> float:
+        """Of all that the drafter does."""
+        return self.catch_up + self.draft
 
     @property
     def total(self) -> float:
         """Of the whole step."""
-        return self.draft + self.schedule + self.verify
+        return self.drafter + self.schedule + self.verify
 
 
 class _DraftTables(NamedTuple):

@@ -12,16 +12,13 @@ from dataclasses import replace
 from functools import lru_cache
 
 import numpy as np
-import numpy.typing as npt
 
-from dspark.scheduling.batch import Drafts, IntArray, StepBatch
+from dspark.scheduling.batch import BoolArray, Drafts, IntArray, StepBatch
 from dspark.scheduling.cost import StepCost
 from dspark.scheduling.history import PastSurvivals
 from dspark.scheduling.policies import Fixed, Off, Policy, StepPlan, Threshold, parse_policy
 
 __all__ = ["choose_lengths", "parse_own_policy", "plan_step"]
-
-BoolArray = npt.NDArray[np.bool_]
 
 
 @lru_cache(maxsize=256)

@@ -36,7 +36,7 @@ from dspark.scheduling.admission import (
     throughput,
     verify_lengths,
 )
-from dspark.scheduling.batch import Drafts, FloatArray, IntArray, StepBatch, frozen_floats, frozen_ints
+from dspark.scheduling.batch import BoolArray, Drafts, FloatArray, IntArray, StepBatch, frozen_floats, frozen_ints
 from dspark.scheduling.correction import corrected_survivals
 from dspark.scheduling.cost import StepCost, StepSeconds
 from dspark.scheduling.history import DELAY_STEPS, PastSurvivals
@@ -65,6 +65,8 @@ _LOOK_EVERY_STEPS = 8
 steps: what changed is their contexts alone."""
 _PROBED_TOKENS = 8
 """A probe verifies as many at least: what confidences promise too little of would never be drafted again otherwise."""
+_PROBED_REQUESTS = 8
+"""A probe drafts for so many at most: of the others the drafter need not even read the context for it."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -280,10 +282,20 @@ def _plan(batch: StepBatch, past: PastSurvivals | None, cost: StepCost, stop: St
         lengths_R = np.minimum(batch.draftable_R, best.length + 1)
         return StepPlan(batch=batch, draft_lengths_R=lengths_R, budget=budget, log_odds_R=log_odds_R, why="pays")
     if is_probe:
-        return StepPlan(
-            batch=batch, draft_lengths_R=batch.draftable_R, budget=budget, log_odds_R=log_odds_R, why="probe"
-        )
+        lengths_R = np.where(_probed(batch, past), batch.draftable_R, 0)
+        return StepPlan(batch=batch, draft_lengths_R=lengths_R, budget=budget, log_odds_R=log_odds_R, why="probe")
     return StepPlan(batch=batch, draft_lengths_R=np.zeros_like(batch.draftable_R), why="parked")
+
+
+def _probed(batch: StepBatch, past: PastSurvivals) -> BoolArray:
+    """Whom a probe drafts for: those that the last draft was for, whose contexts are read already, then the newest."""
+    drafted = set(past.request_ids_R[past.lengths_R > 0].tolist())
+    ids = batch.request_ids_R.tolist()
+    rows = np.flatnonzero(batch.draftable_R).tolist()
+    rows.sort(key=lambda row: (ids[row] not in drafted, -ids[row]))
+    is_probed_R = np.zeros(batch.num_requests, np.bool_)
+    is_probed_R[rows[:_PROBED_REQUESTS]] = True
+    return is_probed_R
 
 
 def _verify_lengths(plan: StepPlan, drafts: Drafts, cost: StepCost) -> IntArray:

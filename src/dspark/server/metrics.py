@@ -141,7 +141,7 @@ class ServerMetrics:
         self._steps.labels(*values, record.plan.why).inc()
         self._parked.inc(record.plan.why == "parked")
         self._step_seconds.observe(record.measured.total)
-        for part in ("draft", "schedule", "verify"):
+        for part in ("catch_up", "draft", "schedule", "verify"):
             self._part_seconds.labels(*values, part).inc(getattr(record.measured, part))
             if record.predicted is not None:
                 self._predicted_seconds.labels(*values, part).inc(getattr(record.predicted, part))
