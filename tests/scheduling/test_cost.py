@@ -8,7 +8,17 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from dspark.scheduling import DraftPoint, MeasuredCurve, PrefillPoint, StepCost, StepSeconds, VerifyPoint
+from dspark.scheduling import (
+    DraftPoint,
+    MeasuredCurve,
+    PrefillPoint,
+    StepBatch,
+    StepCost,
+    StepPlan,
+    StepSeconds,
+    VerifyPoint,
+    predicted_seconds,
+)
 from tests.scheduling.tiny import cost_over_tokens
 
 PER_REQUEST, PER_CONTEXT_TOKEN, PER_ATTENDED_TOKEN = 0.01, 0.0002, 0.00003
@@ -143,6 +153,34 @@ def test_correction_converges_to_what_is_measured() -> None:
     assert cost.prefill_seconds(16) == pytest.approx(0.032 * cost.verify_ratio)
 
 
+@pytest.mark.parametrize(("whole", "added"), [(1.0, 1.4), (1.25, 0.7), (0.8, 1.0)])
+def test_passes_of_different_sizes_tell_what_draft_tokens_add(whole: float, added: float) -> None:
+    random, cost = np.random.default_rng(3), fitted()
+    true = replace(cost, verify_ratio=whole, added_ratio=added)
+    for _ in range(3000):
+        batch = StepBatch(step=0, request_ids_R=[0, 1], draftable_R=[4, 4], context_tokens=200)
+        count = int(random.integers(0, 9))
+        plan = StepPlan(batch=batch, draft_lengths_R=[4, 4], why="pays")
+        measured = predicted_seconds(plan, count, true)
+        noisy = replace(measured, verify=measured.verify * random.lognormal(0.0, 0.05))
+        cost = cost.corrected(predicted_seconds(plan, count, cost), noisy)
+    assert cost.verify_ratio == pytest.approx(whole, rel=0.05)
+    assert cost.added_ratio == pytest.approx(added, rel=0.1)
+
+
+def test_what_draft_tokens_add_is_not_learned_where_nothing_is_drafted() -> None:
+    assert run(fitted(), 100, verify=1.4, draft=1.0).added_ratio == 1.0
+
+
+def test_the_correction_of_what_draft_tokens_add_leaves_the_rest() -> None:
+    cost = replace(fitted(), added_ratio=1.5)
+    before, after = (
+        each.verify_seconds_up_to(6, requests=2, context_tokens=90, prefill_tokens=3) for each in (fitted(), cost)
+    )
+    assert after[0] == before[0]
+    assert after - after[0] == pytest.approx(1.5 * (before - before[0]))
+
+
 def test_correction_is_slow_and_bounded() -> None:
     pause = run(fitted(), 1, verify=1000.0, draft=1e-9)
     assert 1.0 < pause.verify_ratio < 1.02
@@ -155,7 +193,7 @@ def test_correction_is_slow_and_bounded() -> None:
 def test_what_was_not_measured_corrects_nothing(measured: float) -> None:
     seconds = StepSeconds(draft=0.0, schedule=0.0, verify=1.0)
     cost = fitted().corrected(seconds, StepSeconds(draft=0.1, schedule=0.0, verify=measured))
-    assert (cost.verify_ratio, cost.draft_ratio) == (1.0, 1.0)
+    assert (cost.verify_ratio, cost.added_ratio, cost.draft_ratio) == (1.0, 1.0, 1.0)
 
 
 def test_a_dict_keeps_everything() -> None:
@@ -171,6 +209,7 @@ def test_a_dict_keeps_everything() -> None:
         ({"prefill": {}}, "prefill is no measured curve"),
         ({"draft": {}}, "draft"),
         ({"verify_ratio": 3.0}, "verify_ratio"),
+        ({"added_ratio": 0.1}, "added_ratio"),
         ({"seconds_per_request": -1.0}, "seconds_per_request"),
         ({"schedule_seconds": float("nan")}, "schedule_seconds"),
     ],

@@ -188,9 +188,16 @@ def test_a_probe_of_many_drafts_for_those_drafted_before_and_the_newest(policy: 
     draftable = [2, 2, 2, 2, 2, 2, 0, 2, 2, 1, 2, 2]  # nothing for request 37
     plan = policy.plan(batch_of(draftable, step=128, ids=ids), past, steep)
     assert plan.why == "probe"
-    assert {
-        request for request, length in zip(ids, plan.draft_lengths_R.tolist(), strict=True) if length > 0
-    } == {3, 7, 41, 40, 39, 38, 36, 35}
+    assert {request for request, length in zip(ids, plan.draft_lengths_R.tolist(), strict=True) if length > 0} == {
+        3,
+        7,
+        41,
+        40,
+        39,
+        38,
+        36,
+        35,
+    }
     assert plan.draft_lengths_R[ids.index(36)] == 1
     few = policy.plan(batch_of([2] * 8, step=128), past, steep)
     assert (few.why, few.draft_lengths_R.tolist()) == ("probe", [2] * 8)

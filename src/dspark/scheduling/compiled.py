@@ -244,19 +244,22 @@ def verify_seconds(load, rates, curve, seconds_K):  # type: ignore[no-untyped-de
 
     Args:
         load: requests, their context tokens, prompt tokens.
-        rates: seconds per request, context token and attended token, and the factor on everything.
+        rates: seconds per request, context token and attended token, the factor on everything, and that on what draft
+            tokens add.
         curve: ``MeasuredCurve.table``.
     """
     requests, context_tokens, prefill_tokens = load
-    per_request, per_context, per_attended, ratio = rates
+    per_request, per_context, per_attended, ratio, added_ratio = rates
     before, mean_context = requests + prefill_tokens, context_tokens / max(requests, 1)
     alone = 0.0
     if prefill_tokens > 0:
         alone = _at(before, *curve) - _at(max(requests, 1), *curve)
     extra = per_request * requests + per_context * context_tokens
+    plain = _at(before, *curve)
     for k in range(len(seconds_K)):
-        attended = per_attended * (requests + k) * mean_context
-        seconds_K[k] = ratio * (_at(before + k, *curve) - alone + extra + attended)
+        added = _at(before + k, *curve) - plain + per_attended * k * mean_context
+        attended = per_attended * requests * mean_context
+        seconds_K[k] = ratio * (plain - alone + extra + attended + added_ratio * added)
 
 
 @remembered

@@ -19,17 +19,20 @@ from dspark.scheduling.curve import MeasuredCurve
 
 __all__ = ["DraftPoint", "PrefillPoint", "StepCost", "StepSeconds", "VerifyPoint"]
 
-_FORMAT = 1
+_FORMAT = 2
 _RATE = 0.02
 """Weight of one measured step in the correction: its half-life is 34 steps."""
 _OUTLIER = 2.0
 """A single step counts as at most this factor off, so that a pause of the machine moves the correction by 1.4 %."""
+_LESS_SURE = 4.0
+"""So much faster is learned what draft tokens add than what the rest takes: it is a small part of most passes."""
 _MOST_ADDED = 0.9
 """Of no measured step do requests and context take more than this part."""
 _BOUND = 2.0
 """The correction never leaves 1/2..2: further off, the hardware is not what was profiled; profile again."""
 
 
+_RATIOS = ("verify_ratio", "added_ratio", "draft_ratio")
 _SLOPES = ("seconds_per_request", "seconds_per_context_token", "seconds_per_attended_token")
 
 
@@ -68,12 +71,14 @@ class StepSeconds:
         draft: of the drafter's blocks.
         schedule: of decisions before and after.
         verify: of the target's pass, prompt tokens of the step included.
+        added: the part of ``verify`` that draft tokens add, where it is predicted.
         catch_up: of what the drafter had put off while nothing was drafted; nobody predicts it.
     """
 
     draft: float
     schedule: float
     verify: float
+    added: float = 0.0
     catch_up: float = 0.0
 
     @property
@@ -108,6 +113,8 @@ class StepCost:
         prefill: what prompt tokens add to a step.
         schedule_seconds: for choosing lengths, in a step that drafts.
         verify_ratio: correction of everything the target does, 1 as profiled.
+        added_ratio: correction of what draft tokens add to its pass, on top of that: whether a draft pays is decided
+            by a small part of the pass, which may be wrong where the whole is right.
         draft_ratio: correction of the draft.
 
     Raises:
@@ -122,6 +129,7 @@ class StepCost:
     prefill: MeasuredCurve
     schedule_seconds: float = 0.0
     verify_ratio: float = 1.0
+    added_ratio: float = 1.0
     draft_ratio: float = 1.0
     _draft_tables: _DraftTables | None = field(default=None, repr=False, compare=False)
     """Looked up before; a corrected copy keeps them."""
@@ -135,7 +143,7 @@ class StepCost:
             value = getattr(self, name)
             if not (math.isfinite(value) and value >= 0.0):
                 raise ValueError(f"{name} must be finite and not negative, got {value}")
-        for name in ("verify_ratio", "draft_ratio"):
+        for name in _RATIOS:
             if not 1.0 / _BOUND <= getattr(self, name) <= _BOUND:
                 raise ValueError(f"{name} must be in {1 / _BOUND}..{_BOUND}, got {getattr(self, name)}: profile again")
 
@@ -201,10 +209,10 @@ class StepCost:
         return self.verify_ratio * self.prefill.at(tokens) if tokens > 0 else 0.0
 
     @property
-    def rates(self) -> tuple[float, float, float, float]:
+    def rates(self) -> tuple[float, float, float, float, float]:
         """What compiled code knows of ``verify_seconds``, beside the curve and the load."""
         per_token = self.seconds_per_context_token, self.seconds_per_attended_token
-        return self.seconds_per_request, *per_token, self.verify_ratio
+        return self.seconds_per_request, *per_token, self.verify_ratio, self.added_ratio
 
     def draft_table(self, requests: int) -> tuple[FloatArray, FloatArray]:
         """Block lengths from 0 on, and seconds of drafting these for so many requests, before the correction."""
@@ -229,11 +237,19 @@ class StepCost:
         return self.draft_seconds(requests, int(draft_lengths_R.max())) + self.schedule_seconds
 
     def corrected(self, predicted: StepSeconds, measured: StepSeconds) -> StepCost:
-        """The cost after one more measured step: an average of the logarithm of the ratio, slow and within bounds."""
+        """The cost after one more measured step: an average of the logarithm of the ratio, slow and within bounds.
+
+        What is off in a pass with draft tokens is shared out between ``verify_ratio`` and ``added_ratio`` by their
+        parts in it (normalised least mean squares): passes with more and with fewer of them tell the two apart.
+        """
+        added = predicted.added / predicted.verify if predicted.added > 0.0 else 0.0
+        rest, weight = 1.0 - added, _LESS_SURE * added
+        off = _off(predicted.verify, measured.verify) / (rest * rest + weight * added)
         return replace(
             self,
-            verify_ratio=_moved(self.verify_ratio, predicted.verify, measured.verify),
-            draft_ratio=_moved(self.draft_ratio, predicted.draft, measured.draft),
+            verify_ratio=_moved(self.verify_ratio, rest * off),
+            added_ratio=_moved(self.added_ratio, weight * off),
+            draft_ratio=_moved(self.draft_ratio, _off(predicted.draft, measured.draft)),
         )
 
     def as_dict(self) -> dict[str, Any]:
@@ -247,8 +263,7 @@ class StepCost:
             "draft": {str(length): _curve_dict(curve) for length, curve in self.draft.items()},
             "prefill": _curve_dict(self.prefill),
             "schedule_seconds": self.schedule_seconds,
-            "verify_ratio": self.verify_ratio,
-            "draft_ratio": self.draft_ratio,
+            **{name: getattr(self, name) for name in _RATIOS},
         }
 
     @classmethod
@@ -260,7 +275,7 @@ class StepCost:
         """
         if values.get("format") != _FORMAT:
             raise ValueError(f"cost format is {values.get('format')}, this version reads {_FORMAT}: profile again")
-        names = (*_SLOPES, "schedule_seconds", "verify_ratio", "draft_ratio")
+        names = (*_SLOPES, *_RATIOS, "schedule_seconds")
         missing = {"verify", "draft", "prefill", *names} - values.keys()
         if missing:
             raise ValueError(f"cost lacks {', '.join(sorted(missing))}: profile again")
@@ -274,6 +289,7 @@ class StepCost:
             seconds_per_attended_token=float(values["seconds_per_attended_token"]),
             schedule_seconds=float(values["schedule_seconds"]),
             verify_ratio=float(values["verify_ratio"]),
+            added_ratio=float(values["added_ratio"]),
             draft_ratio=float(values["draft_ratio"]),
         )
 
@@ -305,10 +321,14 @@ def _slopes(points: list[VerifyPoint]) -> list[float]:
     return found
 
 
-def _moved(ratio: float, predicted: float, measured: float) -> float:
+def _off(predicted: float, measured: float) -> float:
+    """Logarithm of measured over predicted seconds, at most that of an outlier; 0 if the part was not in the step."""
     if not (predicted > 0.0 and measured > 0.0 and math.isfinite(measured)):
-        return ratio  # the part was not in this step
-    off = math.log(min(max(measured / predicted, 1.0 / _OUTLIER), _OUTLIER))
+        return 0.0
+    return math.log(min(max(measured / predicted, 1.0 / _OUTLIER), _OUTLIER))
+
+
+def _moved(ratio: float, off: float) -> float:
     return min(max(ratio * math.exp(_RATE * off), 1.0 / _BOUND), _BOUND)
 
 

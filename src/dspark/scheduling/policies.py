@@ -320,7 +320,7 @@ def _theta(survivals_RG: FloatArray, lengths_R: IntArray, batch: StepBatch, cost
 def predicted_seconds(plan: StepPlan, num_verified: int, cost: StepCost) -> StepSeconds:
     """Seconds of the planned step with ``num_verified`` draft tokens, prompt tokens included."""
     batch, lengths = plan.batch, plan.draft_lengths_R.tolist()
-    verify = cost.verify_seconds(
+    verify_K = cost.verify_seconds_up_to(
         num_verified,
         requests=batch.num_requests,
         context_tokens=batch.context_tokens,
@@ -329,7 +329,8 @@ def predicted_seconds(plan: StepPlan, num_verified: int, cost: StepCost) -> Step
     return StepSeconds(
         draft=cost.draft_seconds(sum(length > 0 for length in lengths), max(lengths, default=0)),
         schedule=cost.schedule_seconds if plan.drafts else 0.0,
-        verify=verify + cost.prefill_seconds(batch.prefill_tokens),
+        verify=float(verify_K[-1]) + cost.prefill_seconds(batch.prefill_tokens),
+        added=float(verify_K[-1] - verify_K[0]),
     )
 
 

@@ -58,6 +58,7 @@ class EngineCollector(Collector):
                 labels=(*self._labels, "part"),
             )
             ratio.add_metric((*self._labels.values(), "verify"), statistics.cost.verify_ratio)
+            ratio.add_metric((*self._labels.values(), "added"), statistics.cost.added_ratio)
             ratio.add_metric((*self._labels.values(), "draft"), statistics.cost.draft_ratio)
             yield ratio
         yield self._gauge(
