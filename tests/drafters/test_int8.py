@@ -5,8 +5,10 @@ from __future__ import annotations
 import copy
 import gc
 import pickle
+import random
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -16,8 +18,9 @@ from dspark.drafters import DrafterCache, DSparkDrafter, TrainableDrafter, draft
 from dspark.drafters.checkpoint import load_drafter, save_drafter
 from dspark.drafters.draft_kernel import _MOST_CONTEXT
 from dspark.drafters.protocol import DraftSampler, PlainSampler
-from dspark.models.block_tables import BlockTables
+from dspark.models.block_tables import BLOCK_SIZE, BlockTables
 from dspark.models.int8_intrinsics import has_dot_products
+from dspark.models.threads import run_together
 from tests.drafters.conftest import Context, FakeTarget
 from tests.drafters.test_kinds import Forced, extend, fill
 
@@ -184,9 +187,16 @@ def test_samplers_of_other_rows_and_caches_of_other_drafters_are_refused(
         with pytest.raises(ValueError, match="uniforms have shape"):
             drafter.propose(cache, [0], anchor, PlainSampler(temperatures_R=(1.0,), uniforms_RG=uniforms_RG))
     smaller = wide(drafter_of, "vanilla", num_hidden_layers=1)
-    foreign = smaller.new_cache(1, 400)
-    with pytest.raises(ValueError, match="take one from its new_cache"):
-        extend(drafter, foreign, {0: (0, context_of(drafter, 20))})
+    other_taps = wide(drafter_of, "vanilla", target_layer_ids=(1,))
+    assert len(other_taps.tap_layers) != len(drafter.tap_layers)
+    for other in (smaller, other_taps):
+        other.compute_in_int8()
+        foreign = fill(other, {0: context_of(other, 20)}, 1, 400)
+        with pytest.raises(ValueError, match="take one from its new_cache"):
+            extend(drafter, foreign, {0: (20, context_of(drafter, 20))})
+        assert foreign.lengths == [20]
+        with pytest.raises(ValueError, match="take one from its new_cache"):
+            drafter.propose(foreign, [0], anchor, greedy(1))
 
 
 def test_weights_that_are_no_numbers_are_an_error(drafter_of: DrafterOf, context_of: ContextOf) -> None:
@@ -331,6 +341,101 @@ def test_int8_context_that_waits_belongs_to_the_place_whoever_has_it(
         assert torch.equal(together.confidence_logits_RG[row], alone.confidence_logits_RG[0])
 
 
+def test_context_that_others_replace_without_a_roll_back_is_computed_anew(
+    drafter_of: DrafterOf, context_of: ContextOf
+) -> None:
+    drafter = wide(drafter_of, "vanilla")
+    drafter.compute_in_int8()
+    context, other = context_of(drafter, 20), context_of(drafter, 15)
+    cache = fill(drafter, {0: context})
+    drafter.propose(cache, [0], torch.tensor([9]), greedy(1))
+    extend(drafter, cache, {0: (10, other)})
+    fresh = fill(drafter, {0: context.cut(0, 10) + other})
+    assert same_blocks(drafter, cache, 0, fresh, 0)
+
+
+def same_blocks(drafter: DSparkDrafter, cache: DrafterCache, slot: int, other: DrafterCache, other_slot: int) -> bool:
+    """Whether the same is drafted from both, bit for bit."""
+    one, two = (
+        drafter.propose(memory, [place], torch.tensor([9]), greedy(1))
+        for memory, place in ((cache, slot), (other, other_slot))
+    )
+    assert one.confidence_logits_RG is not None
+    assert two.confidence_logits_RG is not None
+    return torch.equal(one.tokens_RG, two.tokens_RG) and torch.equal(one.confidence_logits_RG, two.confidence_logits_RG)
+
+
+def test_bytes_of_a_block_count_what_waits(drafter_of: DrafterOf) -> None:
+    drafter = wide(drafter_of, "vanilla")
+    drafter.compute_in_int8()
+    cache = drafter.new_cache(2, 40)
+    memory = (cache.keys, cache.values, cache.features_of_rows, cache.is_waiting)
+    assert cache.nbytes_per_block * cache.tables.num_blocks == sum(tensor.nbytes for tensor in memory)
+    assert cache.features_of_rows.nbytes > len(drafter.tap_layers) * drafter.config.hidden_size * len(cache.is_waiting)
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_whatever_happens_to_slots_a_draft_sees_their_context(
+    seed: int, drafter_of: DrafterOf, context_of: ContextOf
+) -> None:
+    """Slots grow, roll back, are drafted for, share prefixes, end and begin anew in blocks that others have left."""
+    draw = random.Random(seed)
+    drafter = wide(drafter_of, "vanilla")
+    drafter.compute_in_int8()
+    inputs, most = 1 + drafter.block_size, 44
+    tables = BlockTables(num_slots=4, max_length=64, num_blocks=16, device=torch.device("cpu"))
+    cache = drafter.new_cache(4, 64 - inputs, tables)
+    blocks: dict[int, list[int]] = {}
+    contexts: dict[int, Context] = {}
+    shared: dict[int, int] = {}  # tokens of a slot that others may have, too: nobody writes there
+    compared = 0
+
+    def assign(slot: int) -> None:
+        missing = -(-(len(contexts[slot].tokens_N) + inputs + 6) // BLOCK_SIZE) - len(blocks[slot])
+        used = {block for owned in blocks.values() for block in owned}
+        blocks[slot] += draw.sample([block for block in range(16) if block not in used], max(missing, 0))
+        tables.assign(slot, blocks[slot])
+
+    for _ in range(120):
+        slot = draw.randrange(4)
+        if slot not in contexts:
+            givers = [other for other in contexts if len(contexts[other].tokens_N) > BLOCK_SIZE]
+            giver = draw.choice(givers) if givers and draw.random() < 0.7 else None
+            count = 0 if giver is None else len(contexts[giver].tokens_N) // BLOCK_SIZE * BLOCK_SIZE
+            contexts[slot] = context_of(drafter, 0) if giver is None else contexts[giver].cut(0, count)
+            blocks[slot] = [] if giver is None else blocks[giver][: count // BLOCK_SIZE]
+            shared[slot] = count
+            if giver is not None:
+                shared[giver] = max(shared[giver], count)
+            assign(slot)
+            if giver is not None:
+                cache.adopt(slot, count)
+            extend(drafter, cache, {slot: (count, more := context_of(drafter, draw.randint(1, 6)))})
+            contexts[slot] += more
+            continue
+        length = len(contexts[slot].tokens_N)
+        event = draw.choice(["extend", "extend", "extend", "roll back", "draft", "catch up", "leave"])
+        if event == "leave" or length > most:
+            cache.truncate(slot, 0)
+            tables.assign(slot, [])
+            del contexts[slot], blocks[slot], shared[slot]
+        elif event == "extend":
+            assign(slot)
+            extend(drafter, cache, {slot: (length, more := context_of(drafter, draw.randint(1, 6)))})
+            contexts[slot] += more
+        elif event == "roll back":
+            length = draw.randint(max(shared[slot], 1), length)
+            cache.truncate(slot, length)
+            contexts[slot] = contexts[slot].cut(0, length)
+        elif event == "catch up":
+            drafter.catch_up(cache, list(contexts))
+        else:
+            assign(slot)
+            assert same_blocks(drafter, cache, slot, fill(drafter, {0: contexts[slot]}, 1, 60), 0)
+            compared += 1
+    assert compared > 5
+
+
 def test_int8_context_still_waits_after_an_error(
     drafter_of: DrafterOf, context_of: ContextOf, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -349,6 +454,31 @@ def test_int8_context_still_waits_after_an_error(
             drafter.propose(cache, [0], torch.tensor([9]), greedy(1))
     assert waiting(cache, 12) == 12
     assert torch.equal(drafter.propose(cache, [0], torch.tensor([9]), greedy(1)).tokens_RG, expected.tokens_RG)
+
+
+def test_what_was_caught_up_with_before_an_error_is_kept_and_the_rest_still_waits(
+    drafter_of: DrafterOf, context_of: ContextOf, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    drafter = wide(drafter_of, "vanilla")
+    drafter.compute_in_int8()
+    size = 2 * _MOST_CONTEXT + 30
+    context, calls = context_of(drafter, size), 0
+    cache, fresh = (fill(drafter, {0: context}, 1, size + 10) for _ in range(2))
+
+    def fail_later(*arguments: Any) -> bool:
+        nonlocal calls
+        calls += 1
+        if calls == 2:
+            raise MemoryError
+        return run_together(*arguments)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(draft_kernel, "run_together", fail_later)
+        with pytest.raises(MemoryError):
+            drafter.catch_up(cache, [0])
+    assert waiting(cache, size) == size - _MOST_CONTEXT
+    assert same_blocks(drafter, cache, 0, fresh, 0)
+    assert waiting(cache, size) == 0
 
 
 @pytest.mark.parametrize("is_pickled", [False, True])

@@ -410,6 +410,36 @@ def test_measured_steps_correct_the_cost() -> None:
     assert core.cost.draft_ratio > 1.0  # a tick a draft, where 0.1 was measured
 
 
+def test_catching_up_with_long_contexts_is_spread_over_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Answers stay what they are; those of whom least is unread are drafted for first, and in the end all are."""
+    monkeypatch.setattr("dspark.engine.step._MOST_CAUGHT_UP", 20)
+
+    class Behind(ConfidentTableDrafter):
+        def new_cache(self, *arguments: Any) -> DrafterCache:
+            cache = super().new_cache(*arguments)
+            cache.num_behind = lambda slot: cache.lengths[slot] - read.get(slot, 0)  # type: ignore[method-assign]
+            return cache
+
+        def catch_up(self, cache: DrafterCache, slots: Sequence[int]) -> None:
+            behind = [cache.num_behind(slot) for slot in slots]
+            caught_up.append(behind)
+            read.update((slot, cache.lengths[slot]) for slot in slots)
+
+    read, caught_up = dict[int, int](), list[list[int]]()
+    settings = replace(SMALL, reuse_prefixes=False, max_concurrency=4)
+    core = EngineCore(
+        make_target(), Behind(random_table(VOCABULARY, 0), 3), policy=parse_policy("fixed:3"), settings=settings
+    )
+    requests = [Request(prompt_ids=(1, 2, 3, 4, 5) * count, max_tokens=12) for count in (1, 2, 3, 6)]
+    handles = [core.submit(request) for request in requests]
+    core.run()
+    for request, handle in zip(requests, handles, strict=True):
+        assert tokens_of(handle) == alone(request)
+        assert result_of(handle).completions[0].counts.drafted > 0
+    assert all(sum(behind) <= 20 or len(behind) == 1 for behind in caught_up)
+    assert max(map(max, caught_up)) > 20
+
+
 def test_what_a_drafter_catches_up_with_counts_for_the_step_but_not_as_a_draft() -> None:
     class Late(ConfidentTableDrafter):
         def catch_up(self, cache: DrafterCache, slots: Sequence[int]) -> None:

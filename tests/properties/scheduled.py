@@ -187,7 +187,13 @@ def past_of(step: int, survivals: list[list[float]]) -> History:
     rows = np.array(survivals)
     lengths_R = np.full(len(rows), rows.shape[1])
     return History(
-        past=PastSurvivals(step=step, request_ids_R=np.arange(len(rows)), lengths_R=lengths_R, survivals_RG=rows)
+        past=PastSurvivals(
+            step=step,
+            request_ids_R=np.arange(len(rows)),
+            lengths_R=lengths_R,
+            survivals_RG=rows,
+            is_new_R=np.ones(len(rows), bool),
+        )
     )
 
 
@@ -206,6 +212,7 @@ def _of(past: PastSurvivals | None) -> Hashable:
         tuple(past.request_ids_R.tolist()),
         tuple(past.lengths_R.tolist()),
         rows,
+        tuple(past.is_new_R.tolist()),
         past.is_followed,
         correction,
     )
@@ -214,12 +221,13 @@ def _of(past: PastSurvivals | None) -> Hashable:
 def _past(values) -> PastSurvivals | None:
     if values is None:
         return None
-    step, ids, lengths, rows, is_followed, (learned_ids, own, information, shared, shared_information) = values
+    step, ids, lengths, rows, is_new, is_followed, (learned_ids, own, information, shared, shared_information) = values
     return PastSurvivals(
         step=step,
         request_ids_R=np.array(ids),
         lengths_R=np.array(lengths),
         survivals_RG=np.array(rows),
+        is_new_R=np.array(is_new, bool),
         is_followed=is_followed,
         correction=Correction(
             request_ids_R=np.array(learned_ids, int),

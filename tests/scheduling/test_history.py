@@ -69,6 +69,20 @@ def test_expected_survivals_never_rise_and_unknown_positions_fail() -> None:
     assert past.expected_for(batch_of([0, 0], ids=[1, 5])).shape == (2, 0)
 
 
+def test_those_that_were_not_drafted_for_keep_what_is_known_of_them() -> None:
+    """As a probe of some leaves the others: 7 keeps its own, 5 is drafted for, 4 left, 6 is not known yet."""
+    history = History().after(drafts_of([[0.9, 0.5], [0.4], [0.1]], step=0, ids=[7, 5, 4]))
+    history = history.after(drafts_of([[], [0.6, 0.5, 0.5], []], step=1, ids=[7, 5, 6])).after(None)
+    past = history.past
+    assert past is not None
+    assert (past.step, past.lengths_R.tolist(), past.is_new_R.tolist()) == (1, [2, 3, 0], [False, True, False])
+    np.testing.assert_allclose(past.survivals_RG[0], [0.9, 0.45, 0.0])
+    assert 0.4 < past.survivals_RG[1, 0] < 0.6
+    expected = past.expected_for(batch_of([2, 1, 2], step=9, ids=[7, 5, 6]))
+    np.testing.assert_allclose(expected[0], [0.9, 0.45])
+    assert expected[2, 0] == pytest.approx((0.9 + past.survivals_RG[1, 0]) / 2)
+
+
 def test_survivals_are_averaged_over_the_steps_of_a_request() -> None:
     """One unsure block among sure ones does not make a request look unsure."""
     history = History()

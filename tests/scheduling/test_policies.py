@@ -178,29 +178,37 @@ def test_a_parked_batch_probes_each_time_its_history_has_aged_and_returns_when_l
     assert set(reasons[36:]) == {"pays"}
 
 
-@pytest.mark.parametrize("policy", ADAPTIVE, ids=names(ADAPTIVE))
-def test_a_probe_of_many_drafts_for_those_drafted_before_and_the_newest(policy: Policy) -> None:
-    steep = cost_over_tokens([float(tokens) for tokens in range(1, 90)])
+def probed(policy: Policy, step: int, ids: list[int], draftable: list[int], last: list[int]) -> set[int]:
+    """Whom a probe in this step drafts for, if the draft before was for ``last``."""
     past = PastSurvivals(
-        step=0, request_ids_R=[7, 3, 20], lengths_R=[2, 2, 0], survivals_RG=[[0.5, 0.2], [0.5, 0.2], [0.0, 0.0]]
+        step=step % 128,
+        request_ids_R=ids,
+        lengths_R=[2] * len(ids),
+        survivals_RG=[[0.5, 0.2]] * len(ids),
+        is_new_R=np.isin(ids, last),
     )
-    ids = [40, 3, 31, 33, 35, 7, 37, 39, 20, 36, 38, 41]
-    draftable = [2, 2, 2, 2, 2, 2, 0, 2, 2, 1, 2, 2]  # nothing for request 37
-    plan = policy.plan(batch_of(draftable, step=128, ids=ids), past, steep)
+    steep = cost_over_tokens([float(tokens) for tokens in range(1, 90)])
+    plan = policy.plan(batch_of(draftable, step=step, ids=ids), past, steep)
     assert plan.why == "probe"
-    assert {request for request, length in zip(ids, plan.draft_lengths_R.tolist(), strict=True) if length > 0} == {
-        3,
-        7,
-        41,
-        40,
-        39,
-        38,
-        36,
-        35,
-    }
-    assert plan.draft_lengths_R[ids.index(36)] == 1
-    few = policy.plan(batch_of([2] * 8, step=128), past, steep)
-    assert (few.why, few.draft_lengths_R.tolist()) == ("probe", [2] * 8)
+    lengths = plan.draft_lengths_R.tolist()
+    assert all(length in (0, most) for length, most in zip(lengths, draftable, strict=True))
+    return {request for request, length in zip(ids, lengths, strict=True) if length > 0}
+
+
+@pytest.mark.parametrize("policy", ADAPTIVE, ids=names(ADAPTIVE))
+def test_a_probe_of_many_drafts_for_some_of_the_last_draft_and_for_all_others_by_turns(policy: Policy) -> None:
+    ids = [40, 3, 31, 33, 35, 7, 37, 39, 20, 36, 38, 41, 2, 9]
+    draftable = [0 if request in (37, 3) else 1 if request == 36 else 2 for request in ids]
+    last = [40, 39, 38, 37, 36, 35]
+    seen: set[int] = set()
+    for turn in range(2):
+        drafted = probed(policy, 128 * (1 + turn), ids, draftable, last)
+        assert len(drafted) == 8
+        assert drafted & set(last) == {40, 39, 38, 36}
+        seen |= drafted - set(last)
+    assert seen == {41, 33, 31, 20, 9, 7, 2}
+    assert len(probed(policy, 128, ids, draftable, ids)) == 8  # there are no others
+    assert probed(policy, 128, ids[:8], [2] * 8, [40]) == set(ids[:8])
 
 
 @pytest.mark.parametrize("policy", ADAPTIVE, ids=names(ADAPTIVE))

@@ -105,13 +105,20 @@ class DrafterCache(KVCache):
     def adopt(self, slot: int, length: int) -> None:
         """Count positions ``0 .. length - 1`` of ``slot`` as valid: others have computed them, or put them off."""
         super().adopt(slot, length)
-        self._ready[slot] = 0
+        self._ready[slot] = length
+        if len(self.is_waiting) and length > 0:
+            waits_N = self.is_waiting[self.tables.places([Segment(slot, 0, length)]).row_numbers.numpy()]
+            self._ready[slot] = int(waits_N.argmax()) if waits_N.any() else length
 
     def reserve(self, segments: Sequence[Segment]) -> None:
         """Check that ``segments`` continue their slots and fit, then count them as written."""
         super().reserve(segments)
         for segment in segments:
             self._ready[segment.slot] = min(self._ready[segment.slot], segment.start)
+
+    def num_behind(self, slot: int) -> int:
+        """Tokens of the slot's context that may wait at their places."""
+        return self.lengths[slot] - self._ready[slot] if len(self.is_waiting) else 0
 
     def not_ready(self, slots: Sequence[int]) -> list[Segment]:
         """The context of these slots that may wait: what comes before is known to be computed."""

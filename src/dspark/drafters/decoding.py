@@ -28,7 +28,7 @@ from dspark.models.rope import rotate
 if TYPE_CHECKING:
     from dspark.drafters.dspark import DSparkDrafter
 
-__all__ = ["MOST_WAITING", "DraftComputation", "FloatComputation", "Int8Computation"]
+__all__ = ["DraftComputation", "FloatComputation", "Int8Computation"]
 
 MOST_WAITING = 256
 """Context tokens that wait together at most."""
@@ -42,12 +42,16 @@ class DraftComputation(Protocol):
         """Bytes in which features of a token wait at its own place; 0 if they wait together (`DrafterCache`)."""
         ...
 
+    def check_cache(self, cache: DrafterCache) -> None:
+        """Raise ValueError if the cache is another drafter's, where that can be told."""
+        ...
+
     def put_off(self, cache: DrafterCache, places: Places, taps_NT: Tensor) -> None:
         """Keep features of context tokens, whose keys and values in every draft layer (SPEC eq. 2-3) will follow."""
         ...
 
     def catch_up(self, cache: DrafterCache, slots: Sequence[int], least: int) -> None:
-        """Compute what was put off of these slots' context, if it may be more than ``least`` tokens."""
+        """Compute what was put off of these slots' context, at least where it is more than ``least`` tokens of one."""
         ...
 
     def blocks(self, cache: DrafterCache, slots: Sequence[int], anchors_R: Tensor, count: int) -> tuple[Tensor, Tensor]:
@@ -84,13 +88,16 @@ class FloatComputation:
     def feature_bytes(self) -> int:
         return 0
 
+    def check_cache(self, cache: DrafterCache) -> None:
+        pass
+
     def put_off(self, cache: DrafterCache, places: Places, taps_NT: Tensor) -> None:
         cache.waiting.append(WaitingContext(taps_NT=taps_NT, places=places))
         if cache.num_waiting >= MOST_WAITING:
             self._write_context(cache)
 
     def catch_up(self, cache: DrafterCache, slots: Sequence[int], least: int) -> None:
-        if cache.num_waiting > least:
+        if cache.num_waiting > least * len(slots):
             self._write_context(cache)
 
     @torch.no_grad()
@@ -249,6 +256,9 @@ class Int8Computation:
     @property
     def feature_bytes(self) -> int:
         return self._kernel.feature_bytes
+
+    def check_cache(self, cache: DrafterCache) -> None:
+        self._kernel.check_cache(cache)
 
     def put_off(self, cache: DrafterCache, places: Places, taps_NT: Tensor) -> None:
         self._kernel.put_off(cache, places, taps_NT)

@@ -151,7 +151,6 @@ class DraftKernel:
 
     def put_off(self, cache: DrafterCache, places: Places, taps_NT: Tensor) -> None:
         """Keep features of context tokens at their places."""
-        self._check_cache(cache)
         taps_NT = taps_NT.float().contiguous()
         rows = places.row_numbers.contiguous()
         features = cache.features_of_rows
@@ -161,11 +160,12 @@ class DraftKernel:
         )  # fmt: skip
 
     def catch_up(self, cache: DrafterCache, slots: Sequence[int], least: int) -> None:
-        """Compute what was put off of these slots' context, if it may be more than ``least`` tokens."""
-        segments = cache.not_ready(slots)
-        if sum(segment.length for segment in segments) <= least:
-            return
-        self._check_cache(cache)
+        """Compute what was put off of the context of those slots of which more than ``least`` tokens may wait."""
+        self.check_cache(cache)
+        self._write_context(cache, [segment for segment in cache.not_ready(slots) if segment.length > least])
+
+    def _write_context(self, cache: DrafterCache, segments: Sequence[Segment]) -> None:
+        """Compute what waits in these segments, which `not_ready` gave."""
         positions_N, rows_N = _waiting(cache, segments)
         threads, kernel = torch.get_num_threads(), _context_kernel()
         for start in range(0, len(rows_N), _MOST_CONTEXT):
@@ -211,6 +211,7 @@ class DraftKernel:
         self, cache: DrafterCache, slots: Sequence[int], anchors_R: Tensor, count: int, sampler: PlainSampler | None
     ) -> _Drafted:
         """One call of compiled code; without a sampler it ends with the base logits."""
+        self.check_cache(cache)
         weights, threads = self._weights, torch.get_num_threads()
         rows, num_inputs, num_slots = len(slots), self._num_inputs, len(slots) * count
         vocab_size, hidden = weights.embedding_VH.shape
@@ -225,8 +226,10 @@ class DraftKernel:
         x_NH = torch.empty(rows * num_inputs, hidden)
         rope = self._rope.table(plan.places.last_position)
         layers = self._layers.prepare(x_NH, (rope, rope), plan, cache, ())
-        self.catch_up(cache, slots, _MOST_CONTEXT)  # what is left is one call's
         not_ready = cache.not_ready(slots)
+        if sum(segment.length for segment in not_ready) > _MOST_CONTEXT:
+            self._write_context(cache, not_ready)
+            not_ready = []
         positions_N, rows_N = _waiting(cache, not_ready)
         context, context_memory = self._context(cache, positions_N, rows_N)
         groups = max(linear.packed.shape[1] for linear in (weights.lm_head, weights.w2) if linear is not None)
@@ -294,7 +297,7 @@ class DraftKernel:
         del counters
         return torch.from_numpy(out_RG)
 
-    def _check_cache(self, cache: DrafterCache) -> None:
+    def check_cache(self, cache: DrafterCache) -> None:
         """Raise ValueError unless the memory of ``cache`` is this drafter's."""
         self._layers.check_cache(cache)
         if cache.features_of_rows.shape[1] != self.feature_bytes:

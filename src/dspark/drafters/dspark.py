@@ -117,19 +117,20 @@ class DSparkDrafter(DraftModel):
             cache: The cache to extend.
             segments: For each slot at most one run of tokens, starting at the slot's length.
             token_ids_N: The tokens, flat; only their number matters here.
-            taps_NT: The target's features of these tokens, flat; kept until then.
+            taps_NT: The target's features of these tokens, flat; they or a quantised copy are kept until then.
 
         Raises:
-            ValueError: if a segment does not continue its slot or does not fit, or if the number of features or
-                tokens is wrong.
+            ValueError: if a segment does not continue its slot or does not fit, if the number of features or tokens is
+                wrong, or if the cache is another drafter's. Nothing is changed then.
         """
+        self._computation.check_cache(cache)
         segments = reserve_extension(cache, segments, token_ids_N, taps_NT, self.fc.in_features)
         if segments:
             self._computation.put_off(cache, cache.tables.places(segments), taps_NT)
 
     def catch_up(self, cache: DrafterCache, slots: Sequence[int]) -> None:
         """Compute what was put off of these slots' context (see `dspark.drafters.protocol.Drafter.catch_up`)."""
-        self._computation.catch_up(cache, slots, len(slots) * (1 + self.block_size))
+        self._computation.catch_up(cache, slots, 1 + self.block_size)
 
     def propose(
         self,

@@ -90,9 +90,9 @@ class Drafter(Protocol):
         ...
 
     def catch_up(self, cache: DrafterCache, slots: Sequence[int]) -> None:
-        """Compute what was put off of these slots' context, where that is more than each round brings.
+        """Compute what was put off of these slots' context, where that is more than a round brings.
 
-        `propose` would do it too: so it can be told from the time that a draft takes.
+        `propose` would do it too: this way it can be told from the time that a draft takes.
         """
         ...
 

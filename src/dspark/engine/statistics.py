@@ -19,7 +19,8 @@ class StepTotals:
         drafted, verified, accepted: draft tokens proposed, sent to the target, accepted.
         prefill_tokens: prompt tokens computed, those of preempted choices again.
         preemptions: choices that lost their memory to others.
-        draft_seconds, schedule_seconds, verify_seconds: time of steps; the last is the target's pass, with acceptance.
+        draft_seconds, schedule_seconds, verify_seconds: time of steps. The first is all of the drafter's, with what it
+            catches up with (`StepSeconds.drafter`); the last is the target's pass, with acceptance.
         predicted_seconds: of the steps whose cost was known beforehand; ``known_seconds`` is what these took.
     """
 

@@ -9,7 +9,8 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import accumulate
 
 import numpy as np
 import torch
@@ -75,6 +76,9 @@ class _Draft:
         return _Draft(tokens=self.tokens[:length], probs_GD=None if self.probs_GD is None else self.probs_GD[:length])
 
 
+_MOST_CAUGHT_UP = 2048
+"""Context tokens that a drafter catches up with in one step, of more than one request: some 50 tokens of a prompt cost
+as much."""
 _NO_DRAFT = _Draft(tokens=[], probs_GD=None)
 
 
@@ -142,8 +146,7 @@ class Stepper:
         began = self._clock()
         plan = plan_step(self.policy, self._batch(decoding, chunks), self._history.past, self.cost)
         planned = self._clock()
-        drafting = [index for index, length in enumerate(plan.draft_lengths_R.tolist()) if length > 0]
-        self._catch_up([decoding[index].slot for index in drafting])
+        plan, drafting = self._catch_up(plan, decoding)
         caught_up = self._clock()
         drafts, confidences = self._draft(plan, decoding, drafting)
         drafted = self._clock()
@@ -194,10 +197,28 @@ class Stepper:
             own_policies_R=own_policies_R if any(own_policies_R) else None,
         )
 
-    def _catch_up(self, slots: Sequence[int]) -> None:
-        """Have the drafter read what it put off of these slots while they were not drafted for."""
-        if slots and self._drafter is not None and self._drafter_cache is not None:
-            self._drafter.catch_up(self._drafter_cache, slots)
+    def _catch_up(self, plan: StepPlan, decoding: Sequence[Row]) -> tuple[StepPlan, list[int]]:
+        """Have the drafter read what it put off of the contexts that it is to draft from.
+
+        That is spread over steps: those of whom most is unread wait for the next one.
+
+        Returns:
+            The plan without the drafts that wait, and the decoding rows that are drafted for.
+        """
+        drafting = [index for index, length in enumerate(plan.draft_lengths_R.tolist()) if length > 0]
+        if not drafting or self._drafter is None or self._drafter_cache is None:
+            return plan, drafting
+        behind = {index: self._drafter_cache.num_behind(decoding[index].slot) for index in drafting}
+        if sum(behind.values()) > _MOST_CAUGHT_UP:
+            order = sorted(drafting, key=behind.__getitem__)
+            read = accumulate(behind[index] for index in order)
+            ready = {index for index, tokens in zip(order, read, strict=True) if tokens <= _MOST_CAUGHT_UP}
+            drafting = [index for index in drafting if index in ready] or order[:1]
+            lengths_R = np.zeros_like(plan.draft_lengths_R)
+            lengths_R[drafting] = plan.draft_lengths_R[drafting]
+            plan = replace(plan, draft_lengths_R=lengths_R)
+        self._drafter.catch_up(self._drafter_cache, [decoding[index].slot for index in drafting])
+        return plan, drafting
 
     def _draft(
         self, plan: StepPlan, decoding: Sequence[Row], drafting: Sequence[int]

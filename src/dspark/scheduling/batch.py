@@ -15,7 +15,7 @@ import numpy.typing as npt
 
 from dspark.scheduling import compiled
 
-__all__ = ["Drafts", "FloatArray", "IntArray", "StepBatch", "survival"]
+__all__ = ["BoolArray", "Drafts", "FloatArray", "IntArray", "StepBatch", "survival"]
 
 Array = TypeVar("Array", bound=npt.NDArray[Any])
 IntArray = npt.NDArray[np.int64]

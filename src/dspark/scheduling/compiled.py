@@ -150,13 +150,20 @@ def expected(known_ids_O, known_lengths_O, known_OG, request_ids_R, lengths_R, e
 
 @remembered
 def moved_average(  # type: ignore[no-untyped-def]
-    known_ids_O, known_lengths_O, known_OG, request_ids_R, lengths_R, survivals_RG, newest, averaged_RG
-):
+    known_ids_O, known_lengths_O, known_OG, request_ids_R, lengths_R, survivals_RG, newest, averaged_RG,
+    averaged_lengths_R,
+):  # fmt: skip
     """See ``PastSurvivals.averaged_with``."""
     width = averaged_RG.shape[1]
     is_known_G = np.empty(width, np.bool_)
     _expect(known_ids_O, known_lengths_O, known_OG, request_ids_R, lengths_R, averaged_RG, is_known_G)
     for r in range(len(request_ids_R)):
+        row = _row_of(known_ids_O, request_ids_R[r], r) if lengths_R[r] == 0 else -1
+        if row >= 0:
+            averaged_lengths_R[r] = known_lengths_O[row]
+            for g in range(width):
+                averaged_RG[r, g] = _entry(known_OG, row, g)
+            continue
         least = np.inf
         for g in range(width):
             value = _entry(survivals_RG, r, g)

@@ -72,7 +72,8 @@ class StepSeconds:
         schedule: of decisions before and after.
         verify: of the target's pass, prompt tokens of the step included.
         added: the part of ``verify`` that draft tokens add, where it is predicted.
-        catch_up: of what the drafter had put off while nothing was drafted; nobody predicts it.
+        catch_up: of context that the drafter had put off: prompts, and what came while nothing was drafted. It is
+            not predicted.
     """
 
     draft: float

@@ -11,7 +11,16 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 
 from dspark.scheduling import compiled
-from dspark.scheduling.batch import Drafts, FloatArray, IntArray, StepBatch, frozen, frozen_floats, frozen_ints
+from dspark.scheduling.batch import (
+    BoolArray,
+    Drafts,
+    FloatArray,
+    IntArray,
+    StepBatch,
+    frozen,
+    frozen_floats,
+    frozen_ints,
+)
 from dspark.scheduling.correction import Correction
 
 __all__ = ["DELAY_STEPS", "History", "PastSurvivals"]
@@ -30,8 +39,9 @@ class PastSurvivals:
     Attributes:
         step: in which the newest were made.
         request_ids_R: whose row it is.
-        lengths_R: drafted tokens of each request.
+        lengths_R: tokens of each request's last draft; 0 if there was none since it came.
         survivals_RG: a_k as the drafter's confidences give them; 0 behind a request's length.
+        is_new_R: whether the request was drafted for in ``step``.
         correction: what has been learned of such survivals from the outcomes up to that step.
         is_followed: whether the step before this decision drafted, too, so that newer survivals are on their way.
     """
@@ -40,6 +50,7 @@ class PastSurvivals:
     request_ids_R: IntArray
     lengths_R: IntArray
     survivals_RG: FloatArray
+    is_new_R: BoolArray
     correction: Correction = field(default_factory=Correction)
     is_followed: bool = False
 
@@ -79,14 +90,18 @@ class PastSurvivals:
         """Whether the same requests were there, and no others."""
         return set(batch.request_ids_R.tolist()) == set(self.request_ids_R.tolist())
 
-    def averaged_with(self, drafts: Drafts) -> FloatArray:
-        """Survivals of ``drafts``, averaged with these of the steps before: the newest count most."""
-        averaged_RG = np.empty((drafts.request_ids_R.size, int(drafts.lengths_R.max(initial=0))))
+    def averaged_with(self, drafts: Drafts) -> tuple[IntArray, FloatArray]:
+        """Survivals of ``drafts``, averaged with these of the steps before: the newest count most; and their lengths.
+
+        Requests that were not drafted for keep what is known of them.
+        """
+        width = max(int(drafts.lengths_R.max(initial=0)), self.survivals_RG.shape[1])
+        averaged_RG, averaged_lengths_R = np.empty((drafts.request_ids_R.size, width)), drafts.lengths_R.copy()
         compiled.moved_average(
             self.request_ids_R, self.lengths_R, self.survivals_RG,
-            drafts.request_ids_R, drafts.lengths_R, drafts.survivals_RG, _NEWEST, averaged_RG,
+            drafts.request_ids_R, drafts.lengths_R, drafts.survivals_RG, _NEWEST, averaged_RG, averaged_lengths_R,
         )  # fmt: skip
-        return frozen(averaged_RG)
+        return frozen(averaged_lengths_R), frozen(averaged_RG)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -121,11 +136,15 @@ class History:
             correction = self.correction
             if verified_R is not None and accepted_R is not None:
                 correction = correction.after(drafts, verified_R, accepted_R)
+            lengths_R, survivals_RG = drafts.lengths_R, drafts.survivals_RG
+            if before is not None:
+                lengths_R, survivals_RG = before.averaged_with(drafts)
             made = PastSurvivals(
                 step=drafts.step,
                 request_ids_R=drafts.request_ids_R,
-                lengths_R=drafts.lengths_R,
-                survivals_RG=drafts.survivals_RG if before is None else before.averaged_with(drafts),
+                lengths_R=lengths_R,
+                survivals_RG=survivals_RG,
+                is_new_R=frozen(drafts.lengths_R > 0),
                 correction=correction,
             )
         if before is not None and before.is_followed is not (made is not None):

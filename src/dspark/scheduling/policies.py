@@ -282,19 +282,25 @@ def _plan(batch: StepBatch, past: PastSurvivals | None, cost: StepCost, stop: St
         lengths_R = np.minimum(batch.draftable_R, best.length + 1)
         return StepPlan(batch=batch, draft_lengths_R=lengths_R, budget=budget, log_odds_R=log_odds_R, why="pays")
     if is_probe:
-        lengths_R = np.where(_probed(batch, past), batch.draftable_R, 0)
+        lengths_R = np.where(_probed(batch, past, probe_every_steps), batch.draftable_R, 0)
         return StepPlan(batch=batch, draft_lengths_R=lengths_R, budget=budget, log_odds_R=log_odds_R, why="probe")
     return StepPlan(batch=batch, draft_lengths_R=np.zeros_like(batch.draftable_R), why="parked")
 
 
-def _probed(batch: StepBatch, past: PastSurvivals) -> BoolArray:
-    """Whom a probe drafts for: those that the last draft was for, whose contexts are read already, then the newest."""
-    drafted = set(past.request_ids_R[past.lengths_R > 0].tolist())
+def _probed(batch: StepBatch, past: PastSurvivals, probe_every_steps: int) -> BoolArray:
+    """Whom a probe drafts for: half of them of the last draft's, whose contexts are read already, the others by turns.
+
+    By their numbers, the newest first: an order that says nothing of their texts.
+    """
+    last = set(past.request_ids_R[past.is_new_R].tolist())
     ids = batch.request_ids_R.tolist()
-    rows = np.flatnonzero(batch.draftable_R).tolist()
-    rows.sort(key=lambda row: (ids[row] not in drafted, -ids[row]))
+    rows = sorted(np.flatnonzero(batch.draftable_R).tolist(), key=lambda row: -ids[row])
+    known, others = [row for row in rows if ids[row] in last], [row for row in rows if ids[row] not in last]
+    num_others = min(len(others), max(_PROBED_REQUESTS // 2, _PROBED_REQUESTS - len(known)))
+    turn = batch.step // probe_every_steps * num_others % max(len(others), 1)
     is_probed_R = np.zeros(batch.num_requests, np.bool_)
-    is_probed_R[rows[:_PROBED_REQUESTS]] = True
+    is_probed_R[(others[turn:] + others[:turn])[:num_others]] = True
+    is_probed_R[known[: _PROBED_REQUESTS - num_others]] = True
     return is_probed_R
 
 
