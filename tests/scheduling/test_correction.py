@@ -93,6 +93,24 @@ def test_requests_are_told_apart_in_one_batch() -> None:
     assert passing > 4
 
 
+@pytest.mark.parametrize("policy", [Delayed(), Immediate()], ids=lambda policy: policy.name)
+def test_where_drafting_does_not_pay_a_newcomer_is_tried_without_the_others(policy: Policy) -> None:
+    run = Run(policy, [0.6, 0.6], [0.4, 0.4]).steps(100)
+    assert run.drafted(80, 100) == 0
+    past, ids = run.history.past, [0, 1, 9]
+    assert past is not None
+    plan = policy.plan(batch_of([7, 7, 7], step=run.step, ids=ids), past, COST)
+    assert plan.why == "newcomer"
+    lengths = plan.draft_lengths_R.tolist()
+    assert lengths[:2] == [0, 0]
+    assert lengths[2] > 1
+    unsure = drafts_of([[], [], [0.1] * lengths[2]], step=run.step, ids=ids)
+    assert policy.verify_lengths(plan, unsure, COST).tolist()[2] >= 2  # or it would stay one
+    assert policy.plan(batch_of([7, 7, 0], step=run.step, ids=ids), past, COST).why == "parked"
+    hopeless = replace(past, correction=replace(past.correction, shared=past.correction.shared - 1.5))
+    assert policy.plan(batch_of([7, 7, 7], step=run.step, ids=ids), hopeless, COST).why == "parked"
+
+
 def test_a_newcomer_goes_by_what_was_learned_of_others_and_is_given_a_chance() -> None:
     learned = Correction()
     for step in range(300):

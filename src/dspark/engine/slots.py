@@ -26,7 +26,7 @@ class Slots:
     Args:
         num_slots: choices in memory at once.
         max_length: asked for; None for as much as context and memory let.
-        memory_bytes: for keys and values of target and drafter together; None for what all slots need at
+        memory_bytes: for keys, values and waiting features of target and drafter together; None for what all slots need at
             ``max_length``, or 1 GiB if there is none.
         reuse_prefixes: whether computed blocks serve later prompts. A target that does not share blocks cannot.
     """
@@ -172,7 +172,7 @@ def _size(
 
 
 def _bytes_per_block(target: Target, drafter: Drafter | None, margin: int) -> int:
-    """Keys and values of a block, in target and drafter: asked of caches that have one block."""
+    """What a block takes in target and drafter: asked of caches that have one block."""
     tables = BlockTables(num_slots=1, max_length=1 + margin, num_blocks=1, device=target.device)
     target_cache = target.new_cache(1, 1, tables)
     assert isinstance(target_cache, KVCache), "a target that shares blocks keeps them in this cache"

@@ -59,6 +59,11 @@ class BestDraft(NamedTuple):
     budget: int
     plain_throughput: float
 
+    @property
+    def pays(self) -> bool:
+        """Whether it beats drafting nothing."""
+        return self.throughput > self.plain_throughput
+
 
 def ranked_survivals(survivals_RG: FloatArray, lengths_R: IntArray) -> FloatArray:
     """The survivals of all drafted tokens, largest first, [N]."""

@@ -62,12 +62,12 @@ class Correction:
         object.__setattr__(self, "own_R", frozen_floats(self.own_R))
         object.__setattr__(self, "own_information_R", frozen_floats(self.own_information_R))
 
-    def log_odds_of(self, request_ids_R: IntArray) -> FloatArray:
-        """What to add to the log-odds of these requests' confidences, [R]."""
+    def log_odds_of(self, request_ids_R: IntArray, optimism: float = _OPTIMISM) -> FloatArray:
+        """What to add to the log-odds of these requests' confidences, [R]; with ``optimism`` where little is known."""
         log_odds_R = np.empty(request_ids_R.shape)
         compiled.log_odds(
             self.request_ids_R, self.own_R, self.own_information_R, self.shared, frozen_ints(request_ids_R),
-            _OPTIMISM, _OPTIMISM_INFORMATION, _BOUND, log_odds_R,
+            optimism, _OPTIMISM_INFORMATION, _BOUND, log_odds_R,
         )  # fmt: skip
         return frozen(log_odds_R)
 

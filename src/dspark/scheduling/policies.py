@@ -55,16 +55,19 @@ __all__ = [
     "predicted_seconds",
 ]
 
-Why = Literal["always", "pays", "no history", "probe", "parked", "nothing to draft"]
-"""Why a step drafts or not: always (or never), by policy; it pays, by the survivals of the past; no survivals are known
-yet; it does not pay but is tried again; it does not pay; no request can use a draft."""
+Why = Literal["always", "pays", "newcomer", "no history", "probe", "parked", "nothing to draft"]
+"""Why a step drafts or not: always (or never), by policy; it pays, by the survivals of the past; it may pay for requests
+of which little is known, and is done for these alone; no survivals are known yet; it does not pay but is tried again; it
+does not pay; no request can use a draft."""
 
 _LONGEST = 2**31 - 1
 _LOOK_EVERY_STEPS = 8
 """Where the same requests were not worth a draft, and nothing new is known of them, it is looked at again after so many
 steps: what changed is their contexts alone."""
-_PROBED_TOKENS = 8
-"""A probe verifies as many at least: what confidences promise too little of would never be drafted again otherwise."""
+_HOPE = 0.1
+"""Whose log-odds optimism still raises by more is a newcomer: fewer than some ten of its tokens were verified."""
+_LEAST_VERIFIED: Mapping[Why, int] = {"probe": 8, "newcomer": 2}
+"""So many tokens are verified at least: what confidences promise too little of would never be drafted again otherwise."""
 _PROBED_REQUESTS = 8
 """A probe drafts for so many at most: of the others the drafter need not even read the context for it."""
 
@@ -273,17 +276,30 @@ def _plan(batch: StepBatch, past: PastSurvivals | None, cost: StepCost, stop: St
         and past.is_of_the_requests_of(batch)
     ):
         return StepPlan(batch=batch, draft_lengths_R=np.zeros_like(batch.draftable_R), why="parked")
+    expected_RG = past.expected_for(batch)
     log_odds_R = past.correction.log_odds_of(batch.request_ids_R)
-    survivals_RG = corrected_survivals(past.expected_for(batch), log_odds_R)
+    survivals_RG = corrected_survivals(expected_RG, log_odds_R)
     best = best_draft(survivals_RG, batch, cost, stop)
-    budget = best.budget
-    if best.throughput > best.plain_throughput:
+    if best.pays:
+        known_R = past.correction.log_odds_of(batch.request_ids_R, optimism=0.0)
+        is_new_R = (log_odds_R - known_R > _HOPE) & (batch.draftable_R > 0)
+        if is_new_R.any() and not best_draft(corrected_survivals(expected_RG, known_R), batch, cost, stop).pays:
+            # It pays by hope alone: what newcomers are like shows without drafts for the others.
+            draftable_R = np.where(is_new_R, batch.draftable_R, 0)
+            alone = best_draft(survivals_RG, replace(batch, draftable_R=draftable_R), cost, stop)
+            return StepPlan(
+                batch=batch,
+                draft_lengths_R=np.minimum(draftable_R, alone.length + 1),
+                budget=alone.budget,
+                log_odds_R=log_odds_R,
+                why="newcomer",
+            )
         # One more than pays: what its survival is has to be known if it is to be drafted again one day.
         lengths_R = np.minimum(batch.draftable_R, best.length + 1)
-        return StepPlan(batch=batch, draft_lengths_R=lengths_R, budget=budget, log_odds_R=log_odds_R, why="pays")
+        return StepPlan(batch=batch, draft_lengths_R=lengths_R, budget=best.budget, log_odds_R=log_odds_R, why="pays")
     if is_probe:
         lengths_R = np.where(_probed(batch, past, probe_every_steps), batch.draftable_R, 0)
-        return StepPlan(batch=batch, draft_lengths_R=lengths_R, budget=budget, log_odds_R=log_odds_R, why="probe")
+        return StepPlan(batch=batch, draft_lengths_R=lengths_R, budget=best.budget, log_odds_R=log_odds_R, why="probe")
     return StepPlan(batch=batch, draft_lengths_R=np.zeros_like(batch.draftable_R), why="parked")
 
 
@@ -312,8 +328,8 @@ def _verify_lengths(plan: StepPlan, drafts: Drafts, cost: StepCost) -> IntArray:
         survivals_RG = corrected_survivals(survivals_RG, plan.log_odds_R)
     if budget is None:
         budget = first_stop(_theta(survivals_RG, drafts.lengths_R, plan.batch, cost))
-    if plan.why == "probe":
-        budget = max(budget, plan.batch.most_verified(_PROBED_TOKENS))
+    if plan.why in _LEAST_VERIFIED:
+        budget = max(budget, plan.batch.most_verified(_LEAST_VERIFIED[plan.why]))
     return verify_lengths(survivals_RG, drafts.lengths_R, min(budget, drafts.num_drafted))
 
 
