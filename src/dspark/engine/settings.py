@@ -16,8 +16,8 @@ class EngineSettings:
     Attributes:
         max_concurrency: choices decoded at once.
         max_length: prompt and generated tokens of a choice at most; None for as much as context and memory let.
-        kv_memory_bytes: for keys, values and waiting features of target and drafter; None for ``max_concurrency`` choices of
-            ``max_length``, or 1 GiB if that is None, too.
+        kv_memory_bytes: for keys, values and waiting features of target and drafter; None for ``max_concurrency``
+            choices of ``max_length``, or 1 GiB if that is None, too.
         max_prefill_tokens: prompt tokens of a step at most, so that long prompts do not hold up those who decode.
         max_waiting: requests that may wait before more are refused.
         max_choices: answers that a request may ask for.

@@ -26,8 +26,8 @@ class Slots:
     Args:
         num_slots: choices in memory at once.
         max_length: asked for; None for as much as context and memory let.
-        memory_bytes: for keys, values and waiting features of target and drafter together; None for what all slots need at
-            ``max_length``, or 1 GiB if there is none.
+        memory_bytes: for keys, values and waiting features of target and drafter together; None for what all slots need
+            at ``max_length``, or 1 GiB if there is none.
         reuse_prefixes: whether computed blocks serve later prompts. A target that does not share blocks cannot.
     """
 

@@ -56,8 +56,8 @@ __all__ = [
 ]
 
 Why = Literal["always", "pays", "newcomer", "no history", "probe", "parked", "nothing to draft"]
-"""Why a step drafts or not: always (or never), by policy; it pays, by the survivals of the past; it may pay for requests
-of which little is known, and is done for these alone; no survivals are known yet; it does not pay but is tried again; it
+"""Why a step drafts or not: always (or never), by policy; it pays, by the survivals of the past; it may pay for those
+of whom little is known, and is done for them alone; no survivals are known yet; it does not pay but is tried again; it
 does not pay; no request can use a draft."""
 
 _LONGEST = 2**31 - 1
@@ -67,7 +67,7 @@ steps: what changed is their contexts alone."""
 _HOPE = 0.1
 """Whose log-odds optimism still raises by more is a newcomer: fewer than some ten of its tokens were verified."""
 _LEAST_VERIFIED: Mapping[Why, int] = {"probe": 8, "newcomer": 2}
-"""So many tokens are verified at least: what confidences promise too little of would never be drafted again otherwise."""
+"""So many tokens are verified at least: what confidences promise too little of would else never be drafted again."""
 _PROBED_REQUESTS = 8
 """A probe drafts for so many at most: of the others the drafter need not even read the context for it."""
 
