@@ -23,6 +23,7 @@ from dspark.models.int8_intrinsics import has_dot_products
 from dspark.models.threads import run_together
 from tests.drafters.conftest import Context, FakeTarget
 from tests.drafters.test_kinds import Forced, extend, fill
+from tests.drafters.test_shared_blocks import change_hands, make_tables, new_cache
 
 DrafterOf = Callable[..., TrainableDrafter]
 ContextOf = Callable[[TrainableDrafter, int], Context]
@@ -313,17 +314,11 @@ def test_int8_context_that_waits_belongs_to_the_place_whoever_has_it(
     drafter = wide(drafter_of, "vanilla")
     drafter.compute_in_int8()
     first, second = context_of(drafter, 20), context_of(drafter, 37)
-    tables = BlockTables(num_slots=4, max_length=64, num_blocks=12, device=torch.device("cpu"))
-    tables.assign(0, [4, 2])
-    cache = drafter.new_cache(4, 64 - drafter.block_size - 1, tables)
+    tables = make_tables({0: [4, 2]})
+    cache = new_cache(drafter, tables)
     extend(drafter, cache, {0: (0, first)})
     drafter.propose(cache, [0], torch.tensor([9]), greedy(1))
-    cache.truncate(0, 5)
-    extend(drafter, cache, {0: (5, first.cut(9, 11))})
-    tables.assign(0, [])
-    cache.truncate(0, 0)
-    tables.assign(1, [2, 4, 7])
-    extend(drafter, cache, {1: (0, second.cut(0, 33))})
+    change_hands(drafter, cache, first, second)
     for slot, own in ((2, 6), (3, 8)):
         tables.assign(slot, [2, 4, own])
         cache.adopt(slot, 32)

@@ -94,6 +94,16 @@ def test_bytes_of_a_block_are_those_of_all_its_memory(variant: str, drafter_of: 
     assert (cache.features.nbytes > 0) is (variant in ("eagle3", "mtp"))
 
 
+def change_hands(drafter: TrainableDrafter, cache: DrafterCache, first: Context, second: Context) -> None:
+    """Slot 0, which holds ``first`` in blocks 4 and 2, loses tokens to others and ends; slot 1 begins in its blocks."""
+    cache.truncate(0, 5)
+    extend(drafter, cache, {0: (5, first.cut(9, 11))})
+    cache.tables.assign(0, [])
+    cache.truncate(0, 0)
+    cache.tables.assign(1, [2, 4, 7])
+    extend(drafter, cache, {1: (0, second.cut(0, 33))})
+
+
 @pytest.mark.parametrize("variant", ["vanilla", "none"])
 def test_context_that_waits_is_written_where_it_belonged_and_to_whom_it_belongs_now(
     variant: str, drafter_of: DrafterOf, context_of: ContextOf, monkeypatch: pytest.MonkeyPatch
@@ -105,12 +115,7 @@ def test_context_that_waits_is_written_where_it_belonged_and_to_whom_it_belongs_
     tables = make_tables({0: [4, 2]})
     cache = new_cache(drafter, tables)
     extend(drafter, cache, {0: (0, first)})
-    cache.truncate(0, 5)
-    extend(drafter, cache, {0: (5, first.cut(9, 11))})
-    tables.assign(0, [])
-    cache.truncate(0, 0)
-    tables.assign(1, [2, 4, 7])
-    extend(drafter, cache, {1: (0, second.cut(0, 33))})
+    change_hands(drafter, cache, first, second)
     tables.assign(2, [2, 4, 6])
     cache.adopt(2, 32)
     extend(drafter, cache, {2: (32, second.cut(32))})

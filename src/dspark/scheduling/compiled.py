@@ -262,10 +262,9 @@ def verify_seconds(load, rates, curve, seconds_K):  # type: ignore[no-untyped-de
     if prefill_tokens > 0:
         alone = _at(before, *curve) - _at(max(requests, 1), *curve)
     extra = per_request * requests + per_context * context_tokens
-    plain = _at(before, *curve)
+    plain, attended = _at(before, *curve), per_attended * requests * mean_context
     for k in range(len(seconds_K)):
         added = _at(before + k, *curve) - plain + per_attended * k * mean_context
-        attended = per_attended * requests * mean_context
         seconds_K[k] = ratio * (plain - alone + extra + attended + added_ratio * added)
 
 
