@@ -105,7 +105,9 @@ def test_where_drafting_does_not_pay_a_newcomer_is_tried_without_the_others(poli
     assert lengths[:2] == [0, 0]
     assert lengths[2] > 1
     unsure = drafts_of([[], [], [0.1] * lengths[2]], step=run.step, ids=ids)
-    assert policy.verify_lengths(plan, unsure, COST).tolist()[2] >= 2  # or it would stay one
+    verified = policy.verify_lengths(plan, unsure, COST).tolist()[2]
+    assert verified >= 2  # or it would stay one
+    assert plan.budget is None or plan.budget >= verified
     assert policy.plan(batch_of([7, 7, 0], step=run.step, ids=ids), past, COST).why == "parked"
     hopeless = replace(past, correction=replace(past.correction, shared=past.correction.shared - 1.5))
     assert policy.plan(batch_of([7, 7, 7], step=run.step, ids=ids), hopeless, COST).why == "parked"

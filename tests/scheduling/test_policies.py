@@ -7,7 +7,7 @@ import inspect
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from dspark.scheduling import (
@@ -254,6 +254,9 @@ ROWS = st.lists(st.lists(st.floats(0, 1), max_size=4), min_size=1, max_size=5)
 
 
 @given(ROWS, ROWS, st.lists(st.floats(0, 1), min_size=30, max_size=30), st.integers(0, 4), st.integers(0, 10))
+@example(
+    [[0.0], [0.0], [], [0.0], [0.0]], [[0.75]], [0, 0, 1, 0.5, 0.5, 0.875, 0, 0.625] + [0.0] * 22, 0, 4
+)  # newcomers
 @settings(max_examples=150)
 def test_every_policy_keeps_to_prefixes_plan_and_token_limit(rows, past_rows, increments, prefill, spare) -> None:
     cost = cost_over_tokens(0.5 + np.cumsum(increments), draft=0.1)

@@ -290,7 +290,7 @@ def _plan(batch: StepBatch, past: PastSurvivals | None, cost: StepCost, stop: St
             return StepPlan(
                 batch=batch,
                 draft_lengths_R=np.minimum(draftable_R, alone.length + 1),
-                budget=alone.budget,
+                budget=max(alone.budget, _least_verified("newcomer", batch)),
                 log_odds_R=log_odds_R,
                 why="newcomer",
             )
@@ -299,7 +299,8 @@ def _plan(batch: StepBatch, past: PastSurvivals | None, cost: StepCost, stop: St
         return StepPlan(batch=batch, draft_lengths_R=lengths_R, budget=best.budget, log_odds_R=log_odds_R, why="pays")
     if is_probe:
         lengths_R = np.where(_probed(batch, past, probe_every_steps), batch.draftable_R, 0)
-        return StepPlan(batch=batch, draft_lengths_R=lengths_R, budget=best.budget, log_odds_R=log_odds_R, why="probe")
+        budget = max(best.budget, _least_verified("probe", batch))
+        return StepPlan(batch=batch, draft_lengths_R=lengths_R, budget=budget, log_odds_R=log_odds_R, why="probe")
     return StepPlan(batch=batch, draft_lengths_R=np.zeros_like(batch.draftable_R), why="parked")
 
 
@@ -320,6 +321,11 @@ def _probed(batch: StepBatch, past: PastSurvivals, probe_every_steps: int) -> Bo
     return is_probed_R
 
 
+def _least_verified(why: Why, batch: StepBatch) -> int:
+    """Draft tokens to verify at least, as far as the token limit lets."""
+    return batch.most_verified(_LEAST_VERIFIED.get(why, 0))
+
+
 def _verify_lengths(plan: StepPlan, drafts: Drafts, cost: StepCost) -> IntArray:
     """The largest corrected current survivals: as many as the budget says, or Algorithm 1 if none is settled."""
     _check(plan, drafts)
@@ -328,8 +334,7 @@ def _verify_lengths(plan: StepPlan, drafts: Drafts, cost: StepCost) -> IntArray:
         survivals_RG = corrected_survivals(survivals_RG, plan.log_odds_R)
     if budget is None:
         budget = first_stop(_theta(survivals_RG, drafts.lengths_R, plan.batch, cost))
-    if plan.why in _LEAST_VERIFIED:
-        budget = max(budget, plan.batch.most_verified(_LEAST_VERIFIED[plan.why]))
+        budget = max(budget, _least_verified(plan.why, plan.batch))
     return verify_lengths(survivals_RG, drafts.lengths_R, min(budget, drafts.num_drafted))
 
 
