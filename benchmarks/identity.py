@@ -4,7 +4,7 @@
     python benchmarks/identity.py --benchmarks DIRECTORY              gsm8k, humaneval and mt-bench as JSONL files
 
 Each prompt is first answered by the target alone, one at a time; then all of them under every policy, so many at once.
-Which answers must be the same, bit for bit, is those of a target that computes batch-invariantly: int8 on a CPU. A cell
+They must be the same, bit for bit, where the target computes batch-invariantly: in int8 on a CPU. A cell
 (policy, concurrency) that is in OUT is not run again, so the same command goes on after an interruption. Ends with 1 if
 an answer differs. Says nothing of speed.
 """

@@ -23,7 +23,6 @@ from provenance import provenance
 from dspark import load_target
 from dspark.evaluation.statistics import Ratio, Resampling
 from dspark.files import write_json
-from dspark.models.int8_intrinsics import INSTRUCTIONS
 from dspark.models.target import Target
 from dspark.types import Segment
 
@@ -47,7 +46,6 @@ def main() -> None:
         "requests": len(requests),
         "max_tokens": arguments.max_tokens,
         "seed": arguments.seed,
-        "int8_instructions": None if INSTRUCTIONS is None else INSTRUCTIONS.name,
     }
     write_json(arguments.out, {"settings": settings, "provenance": provenance(), "cells": cells})
     print(

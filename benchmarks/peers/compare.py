@@ -30,9 +30,11 @@ from workload import Cell, Workload, digest, lasting, tokenized
 from dspark.evaluation.benchmarks import load_prompts
 from dspark.files import write_json
 from dspark.models.loading import find_checkpoint
-from dspark.training.provenance import provenance
 
 HERE = Path(__file__).parent
+sys.path.append(str(HERE.parent))
+from provenance import provenance  # noqa: E402  (of all benchmarks)
+
 RESULTS = HERE.parent / "results" / "peers.json"
 REFERENCE = "dspark-off"
 """Chooses the prompts, and the others' answers are compared with its own."""

@@ -1,4 +1,4 @@
-"""The comparison as Markdown: medians over the rounds, in brackets the lowest and the highest of them."""
+"""The comparison as Markdown: medians over the rounds, in brackets the lowest and the highest of several."""
 
 from __future__ import annotations
 
@@ -116,11 +116,11 @@ def _steps(rounds: Rounds, kind: str, label: str) -> str:
 
 
 def _facts(results: Mapping[str, Any]) -> str:
-    settings, machine = results["settings"], results["provenance"]["machine"]
+    settings, machine, rounds = results["settings"], results["provenance"]["machine"], len(results["rounds"])
     return (
         f"{settings['target']} on {machine['processor']}, {settings['threads']} threads; {settings['tokens']} tokens an"
         f" answer, prompts of {settings['mean_prompt_tokens']:.0f} tokens on average from"
-        f" {', '.join(settings['prompts'])}; {len(results['rounds'])} rounds; commit"
+        f" {', '.join(settings['prompts'])}; {rounds} round{'s' if rounds > 1 else ''}; commit"
         f" {results['provenance']['commit']}."
     )
 
@@ -141,7 +141,8 @@ def _shown(values: Sequence[float] | None) -> str:
     if values is None:
         return ""
     digits = 0 if median(values) >= 100 else 1 if median(values) >= 10 else 2
-    return f"{median(values):.{digits}f} ({min(values):.{digits}f}-{max(values):.{digits}f})"
+    shown = f"{median(values):.{digits}f}"
+    return shown if len(values) == 1 else f"{shown} ({min(values):.{digits}f}-{max(values):.{digits}f})"
 
 
 def _markdown(header: Sequence[str], lines: Sequence[Sequence[str]]) -> str:

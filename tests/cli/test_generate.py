@@ -9,8 +9,8 @@ import sys
 
 import pytest
 
-from dspark.models import int8_intrinsics
-from dspark.models.int8_intrinsics import AVX2, AVX512_VNNI
+from dspark.models import instructions as instruction_sets
+from dspark.models.instructions import AVX2, AVX512_VNNI
 
 REQUIRED = {
     "text",
@@ -46,7 +46,7 @@ def test_less_speculation_changes_the_counts_and_not_the_words(dspark, models):
 
 @pytest.mark.parametrize(("instructions", "tokens"), [(AVX512_VNNI, 4), (AVX2, 3)], ids=["avx512vnni", "avx2"])
 def test_in_int8_few_tokens_are_drafted_unless_asked_otherwise(dspark, monkeypatch, instructions, tokens):
-    monkeypatch.setattr(int8_intrinsics, "INSTRUCTIONS", instructions)  # nothing is compiled for them any more
+    monkeypatch.setattr(instruction_sets, "INSTRUCTIONS", instructions)  # nothing is compiled for them any more
     arguments = ["generate", "hello", "--max-tokens", 16, "--json", "--dtype", "int8"]  # of ours: its block is longer
     usual, same, more, threshold = (
         json.loads(dspark(*arguments, *extra).out)

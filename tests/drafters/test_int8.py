@@ -19,7 +19,7 @@ from dspark.drafters.checkpoint import load_drafter, save_drafter
 from dspark.drafters.draft_kernel import _MOST_CONTEXT
 from dspark.drafters.protocol import DraftSampler, PlainSampler
 from dspark.models.block_tables import BLOCK_SIZE, BlockTables
-from dspark.models.int8_intrinsics import has_dot_products
+from dspark.models.instructions import has_dot_products
 from dspark.models.threads import run_together
 from tests.drafters.conftest import Context, FakeTarget
 from tests.drafters.test_kinds import Forced, extend, fill

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from dspark.models import attention_kernel
 from dspark.models.attention_kernel import attend_rows, is_available
 from dspark.models.block_tables import BLOCK_SIZE
-from dspark.models.int8_intrinsics import has_dot_products
+from dspark.models.instructions import has_dot_products
 from dspark.models.kv_cache import columns_shape
 
 NUM_SLOTS, NUM_BLOCKS = 3, 12  # a slot holds 192 positions: three tiles of the kernel
@@ -315,6 +315,8 @@ def test_shapes_that_do_not_go_together_are_refused(heads: int, head_dim: int, q
 
 
 def test_where_it_is_available() -> None:
-    assert is_available(torch.device("cpu"), torch.float32)
-    assert not is_available(torch.device("cpu"), torch.bfloat16)
+    assert is_available(torch.empty(2, 16, 8))
+    assert not is_available(torch.empty(2, 16, 8, dtype=torch.bfloat16))
+    assert not is_available(torch.empty(2, 16, 12))
+    assert not is_available(torch.empty(2, 16, 8, device="meta"))
     assert not is_available(torch.device("cuda"), torch.float32)

@@ -15,7 +15,7 @@ from dspark.models import decoder, loading
 from dspark.models.attention import attend
 from dspark.models.config import DecoderConfig
 from dspark.models.decoder import Decoder
-from dspark.models.int8_intrinsics import has_dot_products
+from dspark.models.instructions import has_dot_products
 from dspark.models.rope import RopeSettings
 from dspark.types import Segment
 from tests.models.test_parity import CONFIGS, ours, random_model

@@ -16,7 +16,8 @@ from llvmlite import binding
 from numba.core import config
 
 from dspark.models import int8_intrinsics, int8_linear
-from dspark.models.int8_intrinsics import ALL_INSTRUCTIONS, GROUP, INT8_VARIABLE, chosen_instructions, has_dot_products
+from dspark.models.instructions import ALL_INSTRUCTIONS, INT8_VARIABLE, chosen_instructions, has_dot_products
+from dspark.models.int8_intrinsics import GROUP
 from dspark.models.int8_linear import GroupedInt8Linear
 
 pytestmark = pytest.mark.skipif(not has_dot_products(), reason="this processor has no instructions for it")
@@ -197,7 +198,7 @@ def test_code_for_another_processor_has_no_dot_products(
 MULTIPLY = """
 import hashlib
 import torch
-from dspark.models.int8_intrinsics import INSTRUCTIONS
+from dspark.models.instructions import INSTRUCTIONS
 from dspark.models.int8_linear import GroupedInt8Linear
 from dspark.models.loading import resolve_dtype
 print(resolve_dtype("auto", "cpu"))

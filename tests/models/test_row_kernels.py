@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from dspark.models.int8_intrinsics import has_dot_products
+from dspark.models.instructions import has_dot_products
 from dspark.models.row_kernels import store_halves
 
 

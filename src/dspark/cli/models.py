@@ -47,7 +47,7 @@ def usual_draft_tokens(models: Models, asked: int | None) -> int | None:
     """
     if asked is not None or models.target.model.compute_dtype != "int8":
         return asked
-    from dspark.models.int8_intrinsics import AVX2, INSTRUCTIONS
+    from dspark.models.instructions import AVX2, INSTRUCTIONS
 
     return 3 if INSTRUCTIONS is AVX2 else 4
 

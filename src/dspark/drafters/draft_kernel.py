@@ -31,18 +31,9 @@ from dspark.models.block_tables import BLOCK_SIZE, Places
 from dspark.models.compiling import SOURCE
 from dspark.models.decoder_kernel import OUTSIDE, DecoderKernel, address, run_layers, store_key_and_value
 from dspark.models.decoder_layer import LayersShape
-from dspark.models.int8_intrinsics import GROUP, ROW_GROUP_BYTES, add_atomically, read_atomically
-from dspark.models.int8_linear import (
-    LINE,
-    GroupedInt8Linear,
-    finish,
-    multiply,
-    new_counters,
-    quantise,
-    quantised_bytes,
-    take,
-    wait,
-)
+from dspark.models.int8_intrinsics import GROUP, ROW_GROUP_BYTES
+from dspark.models.int8_linear import GroupedInt8Linear, multiply, quantise, quantised_bytes
+from dspark.models.phases import LINE, add_atomically, meet, new_counters, read_atomically, take
 from dspark.models.rope import RopeTable
 from dspark.models.row_kernels import add_row, copy_row, draw, most_likely, norm_row, quantise_row, softmax_of
 from dspark.models.threads import run_together
@@ -93,12 +84,13 @@ class DraftWeights:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Drafted:
-    """What a call wrote: tokens behind their anchors, their confidences, what they were drawn from, and the states.
+    """What a call wrote: tokens, their confidences, what they were drawn from, and the states.
 
-    The parts of ``scratch`` are ``sizes`` numbers long: backbone states, then base logits, padded.
+    ``tokens_RK`` has K = G + 1 columns: the anchor, then what was drawn, or -1 where nothing could be. The parts of
+    ``scratch`` are ``sizes`` numbers long: backbone states, then base logits, padded.
     """
 
-    known_RG: npt.NDArray[np.int64]
+    tokens_RK: npt.NDArray[np.int64]
     confidences_RG: npt.NDArray[np.float32]
     probs_RGD: Tensor | None
     scratch: Tensor
@@ -131,12 +123,13 @@ class DraftKernel:
         self._num_inputs, self._block_size = num_inputs, block_size
         self._kernel = _kernel()
         w = weights
-        self._head_arguments = _addresses(w.lm_head)
-        self._draw_arguments = (address(w.draft_token_ids_D), address(w.features_V), *_addresses(w.w2))
+        self._head_arguments = _linear_arguments(w.lm_head)
+        self._draw_arguments = (address(w.draft_token_ids_D), address(w.features_V), *_linear_arguments(w.w2))
         self._confidence_arguments = (address(w.confidence_H), address(w.confidence_V))
-        self._context_arguments = (*_addresses(w.fc), w.fc.size_out, w.context_norm_H.data_ptr())
+        self._context_arguments = (*_linear_arguments(w.fc), w.fc.size_out, w.context_norm_H.data_ptr())
         self._kv_arguments = (
-            *_addresses(w.context_kv), w.key_norms_Ld.data_ptr(), shape.num_layers, shape.num_kv_heads, shape.head_dim,
+            *_linear_arguments(w.context_kv), w.key_norms_Ld.data_ptr(), shape.num_layers, shape.num_kv_heads,
+            shape.head_dim,
         )  # fmt: skip
 
     def __reduce__(self) -> tuple[Callable[..., DraftKernel], tuple[object, ...]]:
@@ -198,11 +191,11 @@ class DraftKernel:
                 another model's, or logits that are drawn from have no finite maximum.
         """
         drafted = self._run(cache, slots, anchors_R, count, sampler)
-        if min(map(min, drafted.known_RG.tolist())) < 0:
+        if min(map(min, drafted.tokens_RK.tolist())) < 0:
             raise ValueError("the drafter's logits have no finite maximum: its weights hold NaN or infinity")
         has_confidences = self._weights.confidence_H is not None
         return DraftBlock(
-            tokens_RG=torch.from_numpy(drafted.known_RG[:, 1:]),
+            tokens_RG=torch.from_numpy(drafted.tokens_RK[:, 1:]),
             probs_RGD=drafted.probs_RGD,
             confidence_logits_RG=torch.from_numpy(drafted.confidences_RG) if has_confidences else None,
         )
@@ -213,7 +206,7 @@ class DraftKernel:
         """One call of compiled code; without a sampler it ends with the base logits."""
         self.check_cache(cache)
         weights, threads = self._weights, torch.get_num_threads()
-        rows, num_inputs, num_slots = len(slots), self._num_inputs, len(slots) * count
+        rows, num_inputs, num_predicted = len(slots), self._num_inputs, len(slots) * count
         vocab_size, hidden = weights.embedding_VH.shape
         size, width = weights.lm_head.size_out, weights.lm_head.padded_out
         anchors = anchors_R.tolist()
@@ -236,10 +229,10 @@ class DraftKernel:
         confidences_RG = np.empty((rows, count), np.float32)
         correction_width = 0 if weights.w2 is None else weights.w2.padded_out
         sizes = (
-            num_slots * hidden,
-            num_slots * width,
+            num_predicted * hidden,
+            num_predicted * width,
             rows * correction_width,
-            quantised_bytes(num_slots, groups) // 4,
+            quantised_bytes(num_predicted, groups) // 4,
         )
         scratch = torch.empty(sum(sizes))
         scratch_at = scratch.data_ptr()
@@ -252,7 +245,7 @@ class DraftKernel:
         arguments = (
             context,
             (
-                rows, count, num_inputs, hidden, x_NH.data_ptr(), weights.embedding_VH.data_ptr(),
+                rows, num_inputs, hidden, x_NH.data_ptr(), weights.embedding_VH.data_ptr(),
                 weights.embedding_VH.dtype == torch.bfloat16, weights.mask_token_id,
             ),
             layers.arguments,
@@ -282,7 +275,7 @@ class DraftKernel:
         cache.is_waiting[rows_N] = False
         cache.set_ready(not_ready)
         return _Drafted(
-            known_RG=known, confidences_RG=confidences_RG, probs_RGD=probs_RGD, scratch=scratch, sizes=sizes
+            tokens_RK=known, confidences_RG=confidences_RG, probs_RGD=probs_RGD, scratch=scratch, sizes=sizes
         )
 
     def confidences(self, hidden_RGH: Tensor, known_RG: Tensor) -> Tensor | None:
@@ -356,7 +349,7 @@ def _waiting(cache: DrafterCache, segments: Sequence[Segment]) -> tuple[Ints, In
     return positions_N[:count], rows_N[:count]
 
 
-def _addresses(linear: GroupedInt8Linear | None) -> tuple[int, int, int, int]:
+def _linear_arguments(linear: GroupedInt8Linear | None) -> tuple[int, int, int, int]:
     """Weights, groups of inputs, bias, width of the result; zeros for none."""
     if linear is None:
         return 0, 0, 0, 0
@@ -387,8 +380,14 @@ def _norm_rows(
         norm_row(row_at, row_at, norm_at, size, eps)
         quantise(row_at, row, size, q_at)
         done += 1
-    finish(counters_at, done)
-    return wait(counters_at, rows, threads)
+    return meet(counters_at, done, rows, threads)
+
+
+@njit(error_model="numpy")  # type: ignore[untyped-decorator]
+def _copy_features(features_at: int, feature: int, row: int, groups: int, q_at: int) -> None:
+    """A row of what `quantised_rows` gave, as ``row``."""
+    size = groups * ROW_GROUP_BYTES
+    copy_row(features_at + feature * size, q_at + row * size, size // 4)
 
 
 @njit(error_model="numpy")  # type: ignore[untyped-decorator]
@@ -396,15 +395,14 @@ def _gather(
     features_at: int, rows: int, token_rows: Any, groups: int, q_at: int, counters_at: int, threads: int, thread: int
 ) -> Any:  # fmt: skip
     """One phase: features of the rows side by side."""
-    done, turn, size = 0, 0, groups * ROW_GROUP_BYTES
+    done, turn = 0, 0
     while True:
         row, turn = take(rows, turn, counters_at, threads, thread)
         if row >= rows:
             break
-        copy_row(features_at + token_rows[row] * size, q_at + row * size, size // 4)
+        _copy_features(features_at, token_rows[row], row, groups, q_at)
         done += 1
-    finish(counters_at, done)
-    return wait(counters_at, rows, threads)
+    return meet(counters_at, done, rows, threads)
 
 
 @njit(error_model="numpy")  # type: ignore[untyped-decorator]
@@ -438,13 +436,12 @@ def _write_context(
                 keys_at, values_at, piece * num_rows + token_rows[row], head_dim,
             )  # fmt: skip
         done += 1
-    finish(at, done)
-    return wait(at, pieces, threads)
+    return meet(at, done, pieces, threads)
 
 
 @njit(error_model="numpy")  # type: ignore[untyped-decorator]
 def _embed(
-    rows: int, count: int, inputs: int, hidden: int, x_at: int, embedding_at: int, is_bfloat16: bool,
+    rows: int, inputs: int, hidden: int, x_at: int, embedding_at: int, is_bfloat16: bool,
     mask_token_id: int, known: Any, counters_at: int, threads: int, thread: int,
 ) -> Any:  # fmt: skip
     """One phase: inputs of all blocks, an anchor and masks."""
@@ -463,8 +460,7 @@ def _embed(
         else:
             copy_row(embedding_at + token * hidden * 4, x_row_at, hidden)
         done += 1
-    finish(counters_at, done)
-    return wait(counters_at, rows * inputs, threads)
+    return meet(counters_at, done, rows * inputs, threads)
 
 
 @njit(error_model="numpy")  # type: ignore[untyped-decorator]
@@ -475,23 +471,15 @@ def _base_logits(
     """The phases from the last layer to base logits: the states of the wanted slots side by side, and their product."""
     done, turn = 0, 0
     while True:
-        slot, turn = take(rows * count, turn, counters_at, threads, thread)
-        if slot >= rows * count:
+        index, turn = take(rows * count, turn, counters_at, threads, thread)
+        if index >= rows * count:
             break
-        source = slot // count * inputs + inputs - block_size + slot % count
-        copy_row(out_at + source * hidden * 4, hidden_at + slot * hidden * 4, hidden)
-        quantise(hidden_at + slot * hidden * 4, slot, hidden, q_at)
+        source = index // count * inputs + inputs - block_size + index % count
+        copy_row(out_at + source * hidden * 4, hidden_at + index * hidden * 4, hidden)
+        quantise(hidden_at + index * hidden * 4, index, hidden, q_at)
         done += 1
-    finish(counters_at, done)
-    at = wait(counters_at, rows * count, threads)
+    at = meet(counters_at, done, rows * count, threads)
     return multiply(q_at, rows * count, groups, lm_head_at, bias_at, base_at, width, at, threads, thread)
-
-
-@njit(error_model="numpy")  # type: ignore[untyped-decorator]
-def _copy_features(features_at: int, feature: int, row: int, groups: int, q_at: int) -> None:
-    """A row of what `quantised_rows` gave, as ``row``."""
-    size = groups * ROW_GROUP_BYTES
-    copy_row(features_at + feature * size, q_at + row * size, size // 4)
 
 
 @njit(fastmath={"reassoc", "contract"}, error_model="numpy")  # type: ignore[untyped-decorator]
@@ -519,8 +507,7 @@ def _draw_tokens(
                     break
                 _copy_features(features_at, max(known[row, k], 0), row, w2_groups, q_at)
                 done += 1
-            finish(at, done)
-            at = wait(at, rows, threads)
+            at = meet(at, done, rows, threads)
             at = multiply(q_at, rows, w2_groups, w2_at, w2_bias_at, correction_at, w2_width, at, threads, thread)
         done, turn = 0, 0
         while True:
@@ -542,8 +529,7 @@ def _draw_tokens(
                 column = carray(pointer(draft_ids_at), size, np.int64)[column]
             known[row, k + 1] = column
             done += 1
-        finish(at, done)
-        at = wait(at, rows, threads)
+        at = meet(at, done, rows, threads)
     return at
 
 
@@ -564,8 +550,7 @@ def _take_confidences(
             state = carray(pointer(hidden_at + (row * count + k) * hidden * 4), hidden, np.float32)
             confidences[row, k] = _dot(state, weight) + of_tokens[max(known[row, k], 0)]
         done += 1
-    finish(counters_at, done)
-    return wait(counters_at, rows, threads)
+    return meet(counters_at, done, rows, threads)
 
 
 @lru_cache

@@ -25,7 +25,7 @@ from dspark.drafters.packing import BlockLayout, PackedBlocks
 from dspark.drafters.protocol import DraftBlock, DraftSampler, PlainSampler, stack_distributions
 from dspark.drafters.sequential import HEADS, SequentialHead, corrected_logits, embed_previous
 from dspark.models.block_tables import BlockTables
-from dspark.models.int8_intrinsics import has_dot_products
+from dspark.models.instructions import has_dot_products
 from dspark.types import Segment
 
 

@@ -18,7 +18,7 @@ from dspark.drafters.registry import TrainableDrafter, drafter_kind
 from dspark.files import write_json
 from dspark.models.embedded import cache_root
 from dspark.models.hardware import hardware_name
-from dspark.models.int8_intrinsics import INSTRUCTIONS
+from dspark.models.instructions import INSTRUCTIONS
 from dspark.models.loading import LoadedTarget
 from dspark.scheduling import DraftPoint, PrefillPoint, StepCost, VerifyPoint
 

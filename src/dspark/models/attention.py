@@ -48,7 +48,7 @@ class AttentionPlan:
         self.is_causal = causal
         self.first = first
         self.padded: _PaddedBatch | None = None
-        if not cache.has_key_columns and not (memory.shape[-1] % 8 == 0 and is_available(memory.device, memory.dtype)):
+        if not (cache.has_key_columns or is_available(memory)):
             self.padded = _PaddedBatch(segments, self.tables, memory.dtype, window=window, causal=causal, first=first)
 
     @property

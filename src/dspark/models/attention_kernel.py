@@ -27,7 +27,7 @@ from numba.np.numpy_support import carray
 from dspark.compiling import remembered
 from dspark.models.block_tables import BLOCK_SIZE
 from dspark.models.compiling import SOURCE
-from dspark.models.int8_intrinsics import INSTRUCTIONS
+from dspark.models.instructions import INSTRUCTIONS
 from dspark.models.kv_cache import columns_shape
 from dspark.models.row_kernels import exp2
 from dspark.models.threads import run_parts
@@ -39,9 +39,9 @@ _QUERIES = 16  # neighbouring queries of a slot that share a tile's transposed k
 _PART_WORK = 2**20  # pairs of query and key, times dimensions: some 75 microseconds, worth being handed to a thread
 
 
-def is_available(device: torch.device, dtype: torch.dtype) -> bool:
-    """Whether :func:`attend_rows` computes on this device in this type."""
-    return device.type == "cpu" and dtype == torch.float32
+def is_available(memory: torch.Tensor) -> bool:
+    """Whether :func:`attend_rows` reads keys and values that lie as rows ``[..., D]`` in such memory."""
+    return memory.is_cpu and memory.dtype == torch.float32 and memory.shape[-1] % 8 == 0
 
 
 def attend_rows(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 from pathlib import Path
 
-from dspark.models.int8_intrinsics import INSTRUCTIONS
+from dspark.models.instructions import INSTRUCTIONS
 
 _FILES = sorted(Path(__file__).parent.glob("*.py"))
 

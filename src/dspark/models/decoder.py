@@ -15,7 +15,7 @@ from dspark.models.config import DecoderConfig
 from dspark.models.decoder_kernel import DecoderKernel, embed_rows
 from dspark.models.decoder_layer import DecoderLayer, LayersShape
 from dspark.models.fingerprint import Fingerprint
-from dspark.models.int8_intrinsics import INT8_VARIABLE, has_dot_products
+from dspark.models.instructions import INT8_VARIABLE, has_dot_products
 from dspark.models.int8_linear import GroupedInt8Linear
 from dspark.models.kv_cache import KVCache
 from dspark.models.linear import FloatLinear, Linear

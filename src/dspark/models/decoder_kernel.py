@@ -26,21 +26,17 @@ from dspark.models.attention_kernel import attention_kernel, queries_together
 from dspark.models.block_tables import BLOCK_SIZE
 from dspark.models.compiling import SOURCE
 from dspark.models.decoder_layer import DecoderLayer, LayersShape
-from dspark.models.int8_intrinsics import GROUP, add_atomically, call_attention, read_atomically
+from dspark.models.int8_intrinsics import GROUP, call_attention
 from dspark.models.int8_linear import (
-    LINE,
     GroupedInt8Linear,
-    finish,
     multiply,
-    new_counters,
     quantise,
     quantise_rows,
     quantised_bytes,
-    take,
-    wait,
 )
 from dspark.models.kv_cache import KVCache, columns_shape
 from dspark.models.linear import Linear
+from dspark.models.phases import LINE, add_atomically, meet, new_counters, read_atomically, take
 from dspark.models.row_kernels import (
     activate_row,
     add_row,
@@ -259,8 +255,7 @@ def _addresses(layer: DecoderLayer) -> list[int]:
 @njit(error_model="numpy")  # type: ignore[untyped-decorator]
 def _add_and_norm(
     x_at: int, rows: int, size: int, y_at: int, width: int, post_norm_at: int, tap_at: int, tap_step: int, norm_at: int,
-    eps: Any, out_at: int, q_at: int, counters_at: int, threads: int,
-    thread: int,
+    eps: Any, out_at: int, q_at: int, counters_at: int, threads: int, thread: int,
 ) -> Any:  # fmt: skip
     """One phase: add what a sublayer gave to the residual stream and norm the sum for the next sublayer.
 
@@ -285,8 +280,7 @@ def _add_and_norm(
         if q_at != 0:
             quantise(out_row_at, row, size, q_at)
         done += 1
-    finish(counters_at, done)
-    return wait(counters_at, rows, threads)
+    return meet(counters_at, done, rows, threads)
 
 
 @njit(error_model="numpy")  # type: ignore[untyped-decorator]
@@ -311,8 +305,7 @@ def store_key_and_value(
 def _place_heads(
     y_at: int, rows: int, width: int, heads: int, kv_heads: int, head_dim: int, qk_norm_at: int, eps: Any, cos_at: int,
     sin_at: int, positions_at: int, q_at: int, keys_at: int, values_at: int, num_rows: int,
-    token_rows_at: int, counters_at: int, threads: int,
-    thread: int,
+    token_rows_at: int, counters_at: int, threads: int, thread: int,
 ) -> Any:  # fmt: skip
     """One phase: norm and rotate queries and keys; keys and values go to their places in the cache.
 
@@ -340,8 +333,7 @@ def _place_heads(
             _norm_head(row_at, heads + kv_head, qk_norm_at, head_dim, eps)
             store_key_and_value(key_at, value_at, cos_row_at, sin_row_at, keys_at, values_at, place, head_dim)
         done += 1
-    finish(counters_at, done)
-    return wait(counters_at, pieces, threads)
+    return meet(counters_at, done, pieces, threads)
 
 
 @njit(error_model="numpy")  # type: ignore[untyped-decorator]
@@ -358,8 +350,7 @@ def _activate_rows(
         activate_row(gate_at, gate_at + size * 4, size, is_gelu)
         quantise(gate_at, row, size, q_at)
         done += 1
-    finish(counters_at, done)
-    return wait(counters_at, rows, threads)
+    return meet(counters_at, done, rows, threads)
 
 
 @njit(error_model="numpy")  # type: ignore[untyped-decorator]
@@ -415,8 +406,7 @@ def run_layers(
             if not call_attention(attention_at, numbers, scale, (seen, first, together, part, parts)):
                 add_atomically(failures_at, 1)
             done += 1
-        finish(at, done)
-        at = wait(at, parts, threads)
+        at = meet(at, done, parts, threads)
         at = quantise_rows(attended_at, rows, heads * head_dim, q_at, at, threads, thread)
         at = multiply(
             q_at, rows, heads_groups, layer[_OUTPUT], layer[_OUTPUT_BIAS], y_at, output_width, at, threads, thread
@@ -435,11 +425,10 @@ def run_layers(
         )  # fmt: skip
         added_at, added_norm_at = y_at, layer[_POST_MLP_NORM]
         tap_at = taps_at + tap_columns[index] * 4 if tap_columns[index] >= 0 else 0
-    at = _add_and_norm(
+    return _add_and_norm(
         x_at, rows, hidden, added_at, down_width, added_norm_at, tap_at, taps_width * 4, final_norm_at, eps, out_at,
         0, at, threads, thread,
     )  # fmt: skip
-    return at
 
 
 @njit(error_model="numpy")  # type: ignore[untyped-decorator]
@@ -457,8 +446,7 @@ def _pick_logits(
             break
         quantise(hidden_at + rows[index] * size * 4, index, size, q_at)
         done += 1
-    finish(counters_at, done)
-    at = wait(counters_at, count, threads)
+    at = meet(counters_at, done, count, threads)
     at = multiply(q_at, count, groups, weights_at, bias_at, logits_at, width, at, threads, thread)
     best = carray(pointer(best_at), count, np.int64)
     done, turn = 0, 0
@@ -468,8 +456,7 @@ def _pick_logits(
             break
         best[index] = most_likely(logits_at + index * width * 4, num_ids)
         done += 1
-    finish(at, done)
-    return wait(at, count, threads)
+    return meet(at, done, count, threads)
 
 
 @lru_cache

@@ -1,90 +1,21 @@
-"""Vector code of int8 products, and what threads need to share work: what numba has no words for."""
+"""Vector code of int8 products, and the call of a kernel at an address: what numba has no words for."""
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import torch
-from llvmlite import binding, ir
+from llvmlite import ir
 from numba import types
-from numba.core import cgutils, config
+from numba.core import cgutils
 from numba.extending import intrinsic
 
+from dspark.models.instructions import AVX2, INSTRUCTIONS
 from dspark.models.vector_intrinsics import emit_prefetch
 
-INT8_VARIABLE = "DSPARK_INT8"
-"""The environment variable that names the instructions to use, or ``none``."""
 GROUP = 32
 """Inputs that share a scale."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Instructions:
-    """What a processor multiplies 8-bit numbers with, and the shapes that go with it.
-
-    Attributes:
-        name: of the instruction set.
-        features: that a processor must have, as LLVM names them.
-        lanes: 32-bit numbers of a vector.
-        rows: that are computed side by side, at most.
-        vectors: of outputs whose sums are kept in registers at once.
-        attention_sums: vectors of 16 float32 sums that attention keeps in registers, at most; one for each head of a
-            group of up to seven, at least.
-        rows_to_prefetch: rows from which on memory is asked for ahead. Fewer do little else than wait: the processor's
-            own guess is better.
-        has_signed_weights: whether weights lie in memory as they are, or plus 128.
-    """
-
-    name: str
-    features: tuple[str, ...]
-    lanes: int
-    rows: int
-    vectors: int
-    attention_sums: int
-    rows_to_prefetch: int
-    has_signed_weights: bool
-
-
-AVX512_VNNI = Instructions(
-    name="avx512vnni", features=("avx512vnni", "avx512bw"), lanes=16, rows=8, vectors=2, attention_sums=24,
-    rows_to_prefetch=5, has_signed_weights=False,
-)  # fmt: skip
-AVX2 = Instructions(
-    name="avx2", features=("avx2", "fma", "f16c"), lanes=8, rows=5, vectors=2, attention_sums=7, rows_to_prefetch=1,
-    has_signed_weights=True,
-)  # fmt: skip
-ALL_INSTRUCTIONS = (AVX512_VNNI, AVX2)
-"""The best first. All give the same bits, of rows that are finite."""
-
-
-def chosen_instructions() -> Instructions | None:
-    """What products of this process are compiled for; None: numba makes no vector code here, or none that fits.
-
-    Raises:
-        ValueError: the environment asks for something else than there is.
-    """
-    asked = os.environ.get(INT8_VARIABLE, "")
-    if asked and asked not in (names := [*(each.name for each in ALL_INSTRUCTIONS), "none"]):
-        raise ValueError(f"the environment variable {INT8_VARIABLE} is {asked!r}: it may be one of {', '.join(names)}")
-    # Asked for code for another processor, LLVM would end the process.
-    is_native = config.CPU_NAME is None and config.CPU_FEATURES is None and config.ENABLE_AVX
-    if asked == "none" or not is_native or not hasattr(os, "sched_yield"):
-        return None
-    host = binding.get_host_cpu_features()
-    there = [each for each in ALL_INSTRUCTIONS if all(host.get(feature) for feature in each.features)]
-    if asked:
-        there = [each for each in there if each.name == asked]
-        if not there:
-            raise ValueError(
-                f"the environment variable {INT8_VARIABLE} is {asked!r}: this processor has no such instructions"
-            )
-    return there[0] if there else None
-
-
-INSTRUCTIONS = chosen_instructions()
 _USED = INSTRUCTIONS or AVX2
 COLUMNS = 32
 """Outputs that are computed side by side."""
@@ -99,14 +30,9 @@ _INT = ir.IntType(32)
 _LONG = ir.IntType(64)
 
 
-def has_dot_products() -> bool:
-    """Whether code compiled here may multiply and sum vectors of 8-bit numbers; settled when this is imported."""
-    return INSTRUCTIONS is not None
-
-
-def _load(builder: Any, address: Any, offset: int, kind: Any, align: int = 4) -> Any:
+def _load(builder: Any, address: Any, offset: int, kind: Any) -> Any:
     place = builder.inttoptr(builder.add(address, _LONG(offset)), kind.as_pointer())
-    return builder.load(place, align=align, typ=kind)
+    return builder.load(place, align=4, typ=kind)
 
 
 def _spread(builder: Any, number: Any, lanes: int) -> Any:
@@ -305,51 +231,6 @@ def _signed_products(builder: Any, ints: Any) -> Callable[[Any, Any, Any], Any]:
         return builder.add(total, builder.call(sum_of_two, [products, ones]))
 
     return multiply
-
-
-@intrinsic(prefer_literal=True)  # type: ignore[untyped-decorator]
-def add_atomically(typing: Any, address: Any, number: Any) -> Any:
-    """Add to the int64 at an address, which other threads may do too; what was there before."""
-
-    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        place = builder.inttoptr(arguments[0], _LONG.as_pointer())
-        return builder.atomic_rmw("add", place, arguments[1], "acq_rel")
-
-    return types.int64(types.int64, types.int64), generate
-
-
-@intrinsic(prefer_literal=True)  # type: ignore[untyped-decorator]
-def read_atomically(typing: Any, address: Any) -> Any:
-    """The int64 at an address, and with it all that its writer had written before."""
-
-    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        return builder.load_atomic(builder.inttoptr(arguments[0], _LONG.as_pointer()), "acquire", 8)
-
-    return types.int64(types.int64), generate
-
-
-@intrinsic(prefer_literal=True)  # type: ignore[untyped-decorator]
-def pause(typing: Any) -> Any:
-    """Tell the processor that this is a loop that waits."""
-
-    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        kind = ir.FunctionType(ir.VoidType(), [])
-        builder.call(cgutils.get_or_insert_function(builder.module, kind, "llvm.x86.sse2.pause"), [])
-        return context.get_dummy_value()
-
-    return types.void(), generate
-
-
-@intrinsic(prefer_literal=True)  # type: ignore[untyped-decorator]
-def yield_core(typing: Any) -> Any:
-    """Let another thread have this core."""
-
-    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        function = cgutils.get_or_insert_function(builder.module, ir.FunctionType(_INT, []), "sched_yield")
-        builder.call(function, [])
-        return context.get_dummy_value()
-
-    return types.void(), generate
 
 
 @intrinsic(prefer_literal=True)  # type: ignore[untyped-decorator]

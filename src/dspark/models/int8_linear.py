@@ -7,8 +7,6 @@ from collections.abc import Callable, Sequence
 from functools import lru_cache
 from typing import Any
 
-import numpy as np
-import numpy.typing as npt
 import torch
 from numba import njit
 
@@ -21,22 +19,16 @@ from dspark.models.int8_intrinsics import (
     HAS_SIGNED_WEIGHTS,
     ROW_GROUP_BYTES,
     ROWS,
-    add_atomically,
     dot_products,
-    pause,
-    read_atomically,
     weight_bytes,
-    yield_core,
 )
 from dspark.models.large_pages import weight_room
+from dspark.models.phases import LINE, add_atomically, meet, new_counters, take
 from dspark.models.row_kernels import quantise_row
 from dspark.models.threads import run_together
 
-_LOOKS = 2000  # some 50 microseconds, before the core is offered to another thread
 _SHARED_WORK = 2**23
 """Bytes of weights, times rows, from which on a layer alone is worth waking other threads."""
-LINE = 64
-"""Bytes of a line of memory. A phase has ``threads + 1`` counters, each on a line of its own."""
 
 
 class GroupedInt8Linear:
@@ -116,55 +108,6 @@ def quantised_bytes(rows: int, groups: int) -> int:
     return rows * groups * ROW_GROUP_BYTES
 
 
-def new_counters(phases: int, threads: int) -> tuple[npt.NDArray[np.uint8], int]:
-    """Memory for the counters of so many phases, and where they begin.
-
-    First comes a line with the number of threads that came and a count of failures, then theirs.
-    """
-    counters = np.zeros(LINE * (phases * (threads + 1) + 2), np.uint8)
-    return counters, (counters.ctypes.data + LINE - 1) // LINE * LINE
-
-
-@njit(error_model="numpy")  # type: ignore[untyped-decorator]
-def take(pieces: int, turn: int, counters_at: int, threads: int, thread: int) -> Any:
-    """A piece of a phase's work: first of the thread's own part, the same in every phase, then of what others left.
-
-    So a core finds in its caches what it wrote in the phase before, and threads rarely ask for one counter at once.
-
-    Args:
-        turn: 0, then what this gave before.
-
-    Returns:
-        The piece, or ``pieces`` when none is left; and the next ``turn``.
-    """
-    while turn < threads:
-        owner = (thread + turn) % threads
-        piece = owner * pieces // threads + add_atomically(counters_at + (1 + owner) * LINE, 1)
-        if piece < (owner + 1) * pieces // threads:
-            return piece, turn
-        turn += 1
-    return pieces, turn
-
-
-@njit(error_model="numpy")  # type: ignore[untyped-decorator]
-def finish(counters_at: int, pieces: int) -> None:
-    """Say that pieces of a phase's work are done."""
-    add_atomically(counters_at, pieces)
-
-
-@njit(error_model="numpy")  # type: ignore[untyped-decorator]
-def wait(counters_at: int, pieces: int, threads: int) -> Any:
-    """Wait until others have done what they took of ``pieces``; where the next phase's counters are."""
-    looks = 0
-    while read_atomically(counters_at) < pieces:
-        looks += 1
-        if looks % _LOOKS != 0:
-            pause()
-        else:
-            yield_core()
-    return counters_at + (threads + 1) * LINE
-
-
 @njit(error_model="numpy")  # type: ignore[untyped-decorator]
 def multiply(
     q_at: int, rows: int, groups: int, weights_at: int, bias_at: int, y_at: int, width: int, counters_at: int,
@@ -190,8 +133,7 @@ def multiply(
                 bias_at + block * COLUMNS * 4, y_at + (row * width + block * COLUMNS) * 4, width * 4,
             )  # fmt: skip
         done += 1
-    finish(counters_at, done)
-    return wait(counters_at, blocks, threads)
+    return meet(counters_at, done, blocks, threads)
 
 
 @njit(error_model="numpy")  # type: ignore[untyped-decorator]
@@ -211,8 +153,7 @@ def quantise_rows(x_at: int, rows: int, size: int, q_at: int, counters_at: int, 
             break
         quantise(x_at + row * size * 4, row, size, q_at)
         done += 1
-    finish(counters_at, done)
-    return wait(counters_at, rows, threads)
+    return meet(counters_at, done, rows, threads)
 
 
 @lru_cache

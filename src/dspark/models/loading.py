@@ -18,7 +18,7 @@ from dspark.models.decoder import Decoder
 from dspark.models.embedded import NAME as EMBEDDED_NAME
 from dspark.models.embedded import embedded_target
 from dspark.models.gguf_file import read_gguf
-from dspark.models.int8_intrinsics import has_dot_products
+from dspark.models.instructions import has_dot_products
 from dspark.models.target import Target
 
 _SMALL_FILES = ["*.json", "*.jinja", "tokenizer.model", "merges.txt", "vocab.txt"]

@@ -1,7 +1,7 @@
 """Compiled work on single rows of activations or probabilities, with sums in a fixed order.
 
 The bits of a row's result depend on that row alone. Rows of activations are given by the address of their first number,
-those that tokens are drawn from as arrays.
+those that tokens are drawn from as arrays; of logits that only their largest is asked of the address is enough.
 """
 
 from __future__ import annotations

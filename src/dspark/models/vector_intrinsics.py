@@ -1,7 +1,7 @@
 """Vector code for compiled kernels: what loops leave to a compiler's mood, written down.
 
-Matrices are float32, given by the address of their first element and the bytes from a row to the next. Any processor
-runs this: LLVM cuts the vectors to the registers that there are.
+Matrices are float32 where nothing else is said, given by the address of their first element and the bytes from a row to
+the next. Any processor runs this: LLVM cuts the vectors to the registers that there are.
 """
 
 from __future__ import annotations
@@ -53,6 +53,7 @@ def multiply_add(
     ``right`` is the address of the addresses (int64) of its parts, float16 if ``is_half``, else float32.
 
     Args:
+        rows, parts, width, is_half, lines: constants where this is compiled.
         steps: 1 at least.
         ahead: each step asks for so many ``lines`` of memory (see :func:`prefetch`) from here on, the next step for
             those that lie ``ahead_step`` bytes further.

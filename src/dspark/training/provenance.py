@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from dspark.models.hardware import hardware_name
+from dspark.models.instructions import INSTRUCTIONS
 from dspark.training.states import StoredRow
 
 __all__ = ["data_fingerprint", "provenance"]
@@ -40,6 +41,7 @@ def provenance(**facts: Any) -> dict[str, Any]:
         "machine": {
             "platform": platform.platform(),
             "processor": hardware_name(torch.device("cpu")),
+            "int8_instructions": None if INSTRUCTIONS is None else INSTRUCTIONS.name,
             "threads": torch.get_num_threads(),
         },
         **facts,
