@@ -319,4 +319,3 @@ def test_where_it_is_available() -> None:
     assert not is_available(torch.empty(2, 16, 8, dtype=torch.bfloat16))
     assert not is_available(torch.empty(2, 16, 12))
     assert not is_available(torch.empty(2, 16, 8, device="meta"))
-    assert not is_available(torch.device("cuda"), torch.float32)

@@ -78,8 +78,8 @@ def throughput(ranked_N: FloatArray, batch: StepBatch, draft_lengths_R: IntArray
         ranked_N: survivals, largest first.
         draft_lengths_R: what is drafted in the step, for its cost; zeros for a step that does not draft.
     """
-    committed_K = np.full(ranked_N.size + 1, float(batch.num_requests))
-    committed_K[1:] += np.cumsum(ranked_N)
+    # Summed in the order of best_draft, so that both see the same ties.
+    committed_K = np.cumsum(np.concatenate(([float(batch.num_requests)], ranked_N)))
     return committed_K / (_verify_seconds(ranked_N.size, batch, cost) + cost.drafting_seconds(draft_lengths_R))
 
 
