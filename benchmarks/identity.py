@@ -4,10 +4,9 @@
     python benchmarks/identity.py --benchmarks DIRECTORY              gsm8k, humaneval and mt-bench as JSONL files
 
 Each prompt is first answered by the target alone, one at a time; then all of them under every policy, so many at once.
-OUT keeps how many tokens each of the target's own answers has, and a hash of them.
-They must be the same, bit for bit, where the target computes batch-invariantly: in int8 on a CPU. A cell
-(policy, concurrency) that is in OUT is not run again, so the same command goes on after an interruption. Ends with 1 if
-an answer differs. Says nothing of speed.
+The answers must be the same, bit for bit, where the target computes batch-invariantly: in int8 on a CPU. OUT keeps the
+number of tokens and a hash of each of the target's own answers; a cell (policy, concurrency) that is in it is not run
+again, so the same command goes on after an interruption. Ends with 1 if an answer differs. Says nothing of speed.
 """
 
 from __future__ import annotations
