@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import copy
 import gc
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from transformers.models.llama import LlamaConfig
 
 from dspark.models import decoder, loading
 from dspark.models.attention import attend
@@ -18,7 +20,7 @@ from dspark.models.decoder import Decoder
 from dspark.models.instructions import has_dot_products
 from dspark.models.rope import RopeSettings
 from dspark.types import Segment
-from tests.models.test_parity import CONFIGS, ours, random_model
+from tests.models.test_parity import COMMON, CONFIGS, ours, random_model
 
 needs_instructions = pytest.mark.skipif(not has_dot_products(), reason="this processor has no instructions for it")
 LENGTH = 40
@@ -90,7 +92,34 @@ def test_a_processor_without_the_instructions_computes_in_other_types(monkeypatc
         monkeypatch.setattr(module, "has_dot_products", lambda: False)
     with pytest.raises(ValueError, match=r"int8 needs a processor with AVX2 .*DSPARK_INT8, NUMBA_.*; use bfloat16"):
         ours(random_model(CONFIGS["llama"]), "int8")
-    assert loading.resolve_dtype("auto", "cpu") == "bfloat16"
+    config = DecoderConfig.from_huggingface(CONFIGS["llama"].to_dict())
+    assert loading.resolve_dtype("auto", "cpu", config) == "bfloat16"
+
+
+@needs_instructions
+def test_heads_that_the_compiled_attention_does_not_take_are_computed_in_other_types() -> None:
+    """Attention of such heads is padded, and their bits would depend on how a text is cut into passes."""
+    reference = random_model(LlamaConfig(**COMMON, head_dim=12))
+    with pytest.raises(ValueError, match=r"int8 needs heads of a multiple of 8 dimensions.* have 12; use bfloat16"):
+        ours(reference, "int8")
+    config = DecoderConfig.from_huggingface(reference.config.to_dict())
+    assert loading.resolve_dtype("auto", "cpu", config) == "bfloat16"
+    assert loading.resolve_dtype("auto", "cpu", replace(config, head_dim=96)) == "int8"
+
+
+@needs_instructions
+@torch.no_grad()
+def test_a_block_outside_the_cache_is_noticed() -> None:
+    """By the compiled attention, whose threads say so each for itself."""
+    model = ours(random_model(CONFIGS["llama"]), "int8")
+    cache = model.new_cache(1, 64)
+    model.forward(torch.arange(1, 21), [Segment(0, 0, 20)], cache)
+    before = cache.tables.tables_SB.clone()
+    cache.tables.tables_SB[0, 0] = 99
+    with pytest.raises(ValueError, match="a slot, position or block of the pass is outside"):
+        model.forward(torch.tensor([1]), [Segment(0, 20, 1)], cache)
+    cache.tables.tables_SB.copy_(before)
+    model.forward(torch.tensor([1]), [Segment(0, 20, 1)], cache)
 
 
 @needs_instructions
@@ -102,6 +131,11 @@ def test_a_cache_of_another_model_is_refused() -> None:
         cache = ours(random_model(CONFIGS[name]), compute_dtype).new_cache(1, 16)
         with pytest.raises(ValueError, match="take one from its new_cache"):
             model.forward(torch.tensor([1, 2]), [Segment(0, 0, 2)], cache)
+        assert cache.lengths == [0]
+    cache = model.new_cache(1, 16)
+    cache.values = cache.values.float()
+    with pytest.raises(ValueError, match="the cache holds values"):
+        model.forward(torch.tensor([1, 2]), [Segment(0, 0, 2)], cache)
 
 
 @needs_instructions

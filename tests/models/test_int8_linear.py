@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from llvmlite import binding
 from numba.core import config
 
-from dspark.models import int8_intrinsics, int8_linear
+from dspark.models import int8_linear
 from dspark.models.instructions import ALL_INSTRUCTIONS, INT8_VARIABLE, chosen_instructions, has_dot_products
 from dspark.models.int8_intrinsics import GROUP
 from dspark.models.int8_linear import GroupedInt8Linear
@@ -85,12 +85,10 @@ def test_its_bits_are_those_of_exact_groups_added_in_order(size_in: int, size_ou
 def test_weights_go_over_to_a_process_with_other_instructions(monkeypatch: pytest.MonkeyPatch) -> None:
     weight_OI, x_NI = random(50, 96, seed=0), random(3, 96, seed=1)
     expected_NO = GroupedInt8Linear(weight_OI, None)(x_NI)
-    signed = int8_intrinsics.HAS_SIGNED_WEIGHTS
-    for module in (int8_linear, int8_intrinsics):
-        monkeypatch.setattr(module, "HAS_SIGNED_WEIGHTS", not signed)
+    signed = int8_linear.HAS_SIGNED_WEIGHTS
+    monkeypatch.setattr(int8_linear, "HAS_SIGNED_WEIGHTS", not signed)
     stored = pickle.dumps(GroupedInt8Linear(weight_OI, None))
-    for module in (int8_linear, int8_intrinsics):
-        monkeypatch.setattr(module, "HAS_SIGNED_WEIGHTS", signed)
+    monkeypatch.setattr(int8_linear, "HAS_SIGNED_WEIGHTS", signed)
     assert torch.equal(pickle.loads(stored)(x_NI), expected_NO)
 
 
@@ -186,7 +184,43 @@ def test_rows_of_other_types_and_sizes_are_refused(x: torch.Tensor) -> None:
         GroupedInt8Linear(random(50, 64, seed=0), None)(x)
 
 
-@pytest.mark.parametrize(("setting", "value"), [("CPU_NAME", "haswell"), ("CPU_FEATURES", "+avx2"), ("ENABLE_AVX", 0)])
+@pytest.mark.parametrize("shape", [(0, 64), (50, 0), (50, 64, 1)])
+def test_weights_of_no_inputs_or_outputs_are_refused(shape: tuple[int, ...]) -> None:
+    with pytest.raises(ValueError, match="at least one input and one output"):
+        GroupedInt8Linear(torch.ones(shape), None)
+
+
+@pytest.mark.parametrize("size", [1, 49, 51])
+def test_a_bias_of_another_size_is_refused(size: int) -> None:
+    with pytest.raises(ValueError, match="50 outputs has a bias of so many"):
+        GroupedInt8Linear(random(50, 64, seed=0), torch.ones(size))
+
+
+def test_packing_does_not_depend_on_threads() -> None:
+    weight_OI = random(1000, 600, seed=4)
+    before = torch.get_num_threads()
+    try:
+        packed = []
+        for threads in (1, 3):
+            torch.set_num_threads(threads)
+            packed.append(GroupedInt8Linear(weight_OI, None).packed)
+    finally:
+        torch.set_num_threads(before)
+    assert torch.equal(*packed)
+
+
+@pytest.mark.parametrize("number", [float("nan"), float("inf"), float("-inf")])
+def test_a_weight_that_is_no_number_shows_in_its_output_alone(number: float) -> None:
+    weight_OI, x_NI = random(40, 64, seed=5), random(3, 64, seed=6)
+    weight_OI[7, 33] = number
+    is_finite_NO = GroupedInt8Linear(weight_OI, None)(x_NI).isfinite()
+    assert not is_finite_NO[:, 7].any()
+    assert is_finite_NO[:, [*range(7), *range(8, 40)]].all()
+
+
+@pytest.mark.parametrize(
+    ("setting", "value"), [("CPU_NAME", "haswell"), ("CPU_FEATURES", "+avx2"), ("ENABLE_AVX", 0), ("DISABLE_JIT", 1)]
+)
 def test_code_for_another_processor_has_no_dot_products(
     setting: str, value: object, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -200,8 +234,8 @@ import hashlib
 import torch
 from dspark.models.instructions import INSTRUCTIONS
 from dspark.models.int8_linear import GroupedInt8Linear
-from dspark.models.loading import resolve_dtype
-print(resolve_dtype("auto", "cpu"))
+from dspark.models.loading import has_dot_products
+print(has_dot_products())
 if INSTRUCTIONS is not None:
     generator = torch.Generator().manual_seed(0)
     # Not randn, whose bits depend on the processor.
@@ -228,7 +262,7 @@ def test_the_environment_says_what_products_are_compiled_for(name: str) -> None:
         assert "this processor has no such instructions" in run.stderr
         return
     assert run.returncode == 0, run.stderr
-    assert run.stdout.split() == (["bfloat16"] if name == "none" else ["int8", name, DIGEST])
+    assert run.stdout.split() == (["False"] if name == "none" else ["True", name, DIGEST])
 
 
 def test_an_unknown_name_in_the_environment_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

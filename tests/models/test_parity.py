@@ -14,6 +14,7 @@ from transformers.models.qwen3 import Qwen3Config
 
 from dspark.models.config import DecoderConfig
 from dspark.models.decoder import Decoder
+from dspark.models.instructions import has_dot_products
 from dspark.types import Segment
 
 COMMON: dict[str, Any] = {
@@ -223,3 +224,35 @@ def test_segments_are_checked_before_anything_is_written() -> None:
     with pytest.raises(ValueError, match="tap layers"):
         model.forward(tokens, [Segment(1, 0, 4)], cache, (4,))
     assert cache.lengths == [8, 0]
+
+
+@pytest.mark.parametrize("compute_dtype", ["float32", "int8"])
+@torch.no_grad()
+def test_a_pass_that_is_refused_leaves_the_cache_as_it_was(compute_dtype: str) -> None:
+    if compute_dtype == "int8" and not has_dot_products():
+        pytest.skip("this processor has no instructions for it")
+    model = ours(random_model(CONFIGS["llama"]), compute_dtype)
+    cache = model.new_cache(2, 16)
+    one, two = [Segment(0, 0, 1)], [Segment(0, 0, 2)]
+    for ids, segments, rows, error in (
+        (torch.tensor([1, 97]), two, (), IndexError),
+        (torch.tensor([1, -1]), two, (), IndexError),
+        (torch.tensor([1.0, 2.0]), two, (), ValueError),
+        (torch.tensor([[1, 2]]), one, (), ValueError),
+        (torch.tensor([True, False]), two, (), ValueError),
+        (torch.tensor([], dtype=torch.int64), [], (), ValueError),
+        (torch.tensor([1, 2]), two, (0.5,), ValueError),
+        (torch.tensor([1, 2]), two, (2,), ValueError),
+        (torch.tensor([1, 2]), two, (-1,), ValueError),
+    ):
+        with pytest.raises(error):
+            model.forward(ids, segments, cache, (), rows)  # type: ignore[arg-type]
+        assert cache.lengths == [0, 0]
+
+
+def test_slots_that_do_not_exist_are_refused() -> None:
+    cache = ours(random_model(CONFIGS["llama"])).new_cache(2, 16)
+    for slot in (-1, 2):
+        for change in (cache.truncate, cache.adopt):
+            with pytest.raises(ValueError, match=f"slot {slot} is unknown"):
+                change(slot, 0)

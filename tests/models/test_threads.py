@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 import threading
@@ -182,3 +183,25 @@ atexit.register(lambda: print("at exit:", run_together(lambda: True, 3, None)))
 """
     ended = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120, check=False)
     assert (ended.stdout.strip(), ended.stderr) == ("at exit: True", "")
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="there is no fork here")
+@pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
+def test_a_forked_process_has_helpers_of_its_own() -> None:
+    """Its parent's threads are not there any more, and would be waited for in vain."""
+
+    def is_helped() -> bool:
+        caller, helped = threading.get_ident(), threading.Event()
+
+        def task() -> bool:
+            if threading.get_ident() != caller:
+                helped.set()
+            return helped.wait(10.0)
+
+        return run_together(task, 2, None)
+
+    assert is_helped()
+    child = os.fork()
+    if child == 0:
+        os._exit(0 if is_helped() else 1)
+    assert os.waitpid(child, 0)[1] == 0

@@ -96,8 +96,8 @@ def test_a_native_family_with_a_setting_that_is_not_goes_through_transformers(tm
 
 
 def test_types(tmp_path: Path, checkpoint: Path) -> None:
-    assert resolve_dtype("auto", "cpu", native=False) == "bfloat16"
-    assert resolve_dtype("float32", "cpu", native=False) == "float32"
+    assert resolve_dtype("auto", "cpu", None) == "bfloat16"
+    assert resolve_dtype("float32", "cpu", None) == "float32"
     rounded, exact = (load_target(str(checkpoint), dtype=dtype) for dtype in ("auto", "float32"))
     assert (rounded.model.compute_dtype, exact.model.compute_dtype) == ("bfloat16", "float32")
     assert rounded.model.dtype == rounded.model.lm_head_weight_VH.dtype == torch.bfloat16

@@ -76,7 +76,7 @@ class DrafterCache(KVCache):
             device=device,
             tables=tables,
             scratch=scratch,
-            key_columns=for_int8,
+            has_key_columns=for_int8,
         )
         self.features: Tensor = torch.zeros((self.tables.num_rows, feature_size), device=device, dtype=dtype)
         self.waiting: list[WaitingContext] = []

@@ -22,6 +22,7 @@ from typing import Any
 import numpy as np
 import torch
 from numba import types
+from numba.core import config
 from numba.np.numpy_support import carray
 
 from dspark.compiling import remembered
@@ -41,7 +42,8 @@ _PART_WORK = 2**20  # pairs of query and key, times dimensions: some 75 microsec
 
 def is_available(memory: torch.Tensor) -> bool:
     """Whether :func:`attend_rows` reads keys and values that lie as rows ``[..., D]`` in such memory."""
-    return memory.is_cpu and memory.dtype == torch.float32 and memory.shape[-1] % 8 == 0
+    is_rows = memory.is_cpu and memory.dtype == torch.float32 and memory.shape[-1] % 8 == 0
+    return is_rows and not config.DISABLE_JIT
 
 
 def attend_rows(

@@ -28,6 +28,13 @@ _ACTIVATIONS: Mapping[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "gelu_tanh": lambda x: functional.gelu(x, approximate="tanh"),
 }
 COMPUTE_DTYPES = ("float32", "bfloat16", "int8")
+INT8_HEAD_MULTIPLE = 8
+"""Dimensions of a head come in such multiples where a target runs in int8: its attention has vectors of so many."""
+
+
+def has_int8_heads(config: DecoderConfig) -> bool:
+    """Whether the compiled attention, in which bits depend on what a token sees alone, takes the heads of a target."""
+    return config.head_dim % INT8_HEAD_MULTIPLE == 0
 
 
 class Decoder:
@@ -58,6 +65,11 @@ class Decoder:
         self._quantised = compute_dtype == "int8"
         if self._quantised and self._device.type != "cpu":
             raise ValueError(f"dtype int8 runs on the CPU only, not on {device}; use bfloat16 there")
+        if self._quantised and not has_int8_heads(config):
+            raise ValueError(
+                f"dtype int8 needs heads of a multiple of {INT8_HEAD_MULTIPLE} dimensions, and this target's have "
+                f"{config.head_dim}; use bfloat16"
+            )
         if self._quantised and not has_dot_products():
             raise ValueError(
                 "dtype int8 needs a processor with AVX2 or AVX512-VNNI instructions, and an environment that does not "
@@ -82,7 +94,7 @@ class Decoder:
         self._rope = RopeTable(c.rope, self._dtype, self._device)
         self._sliding_rope = RopeTable(c.sliding_rope, self._dtype, self._device) if c.sliding_rope else self._rope
         self._kernel: DecoderKernel | None = None
-        if self._quantised and c.head_dim % 8 == 0:
+        if self._quantised:
             shape = LayersShape(
                 num_layers=c.num_layers,
                 intermediate_size=c.intermediate_size,
@@ -95,7 +107,6 @@ class Decoder:
             )
             assert isinstance(self._lm_head, GroupedInt8Linear), "int8 products go with int8 layers"
             self._kernel = DecoderKernel(shape, self._layers, self._final_norm_H, self._lm_head)
-        if self._quantised:
             trim_heap()  # of what the float weights took
 
     @property
@@ -144,7 +155,7 @@ class Decoder:
             dtype=self._dtype if self._kernel is None else torch.float16,
             device=self._device,
             tables=tables,
-            key_columns=self._kernel is not None,
+            has_key_columns=self._kernel is not None,
         )
 
     def embed(self, token_ids: torch.Tensor) -> torch.Tensor:
@@ -178,12 +189,17 @@ class Decoder:
         check_pass(token_ids_N, segments, tap_layers, logit_rows, c.num_layers)
         if not isinstance(cache, KVCache):
             raise TypeError(f"the cache is a {type(cache).__name__} of another target; take one from new_cache")
+        if self._kernel is None:
+            with torch.inference_mode():
+                x_NH = self.embed(token_ids_N)  # before the cache counts anything: an id may be unknown
+        else:
+            self._kernel.check_cache(cache)
+            x_NH = self._copied_embeddings(token_ids_N)
         cache.reserve(segments)
         plan = AttentionPlan(segments, cache, window=c.sliding_window)
-        places = plan.places
         if self._kernel is None:
-            return self._forward(token_ids_N, plan, cache, tap_layers, logit_rows)
-        x_NH = self._copied_embeddings(token_ids_N)
+            return self._forward(x_NH, plan, cache, tap_layers, logit_rows)
+        places = plan.places
         ropes = self._rope.table(places.last_position), self._sliding_rope.table(places.last_position)
         output = self._kernel(x_NH, ropes, plan, cache, tap_layers, logit_rows)
         if output.logits_MV is not None and c.final_softcap is not None:
@@ -200,15 +216,14 @@ class Decoder:
     @torch.inference_mode()
     def _forward(
         self,
-        token_ids_N: torch.Tensor,
+        x_NH: torch.Tensor,
         plan: AttentionPlan,
         cache: KVCache,
         tap_layers: Sequence[int],
         logit_rows: Sequence[int],
     ) -> TargetOutput:
-        """The pass in PyTorch's operations."""
+        """The pass in PyTorch's operations, on embedded tokens."""
         places = plan.places
-        x_NH = self.embed(token_ids_N)
         rope = self._rope.lookup(places.positions_N, places.last_position)
         sliding_rope = rope
         if self._sliding_rope is not self._rope:

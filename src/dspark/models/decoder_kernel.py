@@ -213,12 +213,16 @@ class DecoderKernel:
     def check_cache(self, cache: KVCache) -> None:
         """Raise ValueError unless the memory of ``cache`` is this model's."""
         c = self._shape
-        shape = columns_shape((c.num_layers, c.num_kv_heads, cache.tables.num_rows, c.head_dim))
-        if cache.keys.shape != shape or cache.keys.dtype != torch.float16:
-            raise ValueError(
-                f"the cache holds keys {tuple(cache.keys.shape)} in {cache.keys.dtype}, this model {shape} in float16: "
-                "take one from its new_cache"
-            )
+        shape = (c.num_layers, c.num_kv_heads, cache.tables.num_rows, c.head_dim)
+        for name, memory, expected in (
+            ("keys", cache.keys, columns_shape(shape)),
+            ("values", cache.values, shape),
+        ):
+            if memory.shape != expected or memory.dtype != torch.float16:
+                raise ValueError(
+                    f"the cache holds {name} {tuple(memory.shape)} in {memory.dtype}, this model {expected} in "
+                    "float16: take one from its new_cache"
+                )
 
     def _columns_of_taps(self, tap_layers: tuple[int, ...]) -> tuple[npt.NDArray[np.int64], int, int]:
         """For each layer its column among the taps, which go by layer, or -1; its address; how many taps there are."""

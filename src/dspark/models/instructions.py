@@ -61,7 +61,7 @@ def chosen_instructions() -> Instructions | None:
     if asked and asked not in (names := [*(each.name for each in ALL_INSTRUCTIONS), "none"]):
         raise ValueError(f"the environment variable {INT8_VARIABLE} is {asked!r}: it may be one of {', '.join(names)}")
     # Asked for code for another processor, LLVM would end the process.
-    is_native = config.CPU_NAME is None and config.CPU_FEATURES is None and config.ENABLE_AVX
+    is_native = config.CPU_NAME is None and config.CPU_FEATURES is None and config.ENABLE_AVX and not config.DISABLE_JIT
     if asked == "none" or not is_native or not hasattr(os, "sched_yield"):
         return None
     host = binding.get_host_cpu_features()

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import torch
 from llvmlite import ir
 from numba import types
 from numba.core import cgutils
@@ -53,8 +52,8 @@ def dot_products(
     Args:
         rows: 1 to ``ROWS``.
         x: of each row ``groups`` times ``ROW_GROUP_BYTES``, with ``scales[r, g]`` behind the numbers ``x[r, g]``.
-        weights: for each group ``GROUP_BYTES``: numbers ``[GROUP / 4, COLUMNS, 4]`` as :func:`weight_bytes` gives them,
-            and their scales.
+        weights: for each group ``GROUP_BYTES``: numbers ``[GROUP / 4, COLUMNS, 4]``, plus 128 unless
+            ``HAS_SIGNED_WEIGHTS``, and their scales.
         ahead: bytes from a group's weights to those to ask memory for meanwhile.
         bias: float32 ``[COLUMNS]``.
     """
@@ -73,11 +72,6 @@ def dot_products(
         return context.get_dummy_value()
 
     return types.void(*[types.int64] * 9), generate
-
-
-def weight_bytes(numbers: torch.Tensor) -> torch.Tensor:
-    """int8 weights as the bytes that :func:`dot_products` reads."""
-    return numbers.view(torch.uint8) if HAS_SIGNED_WEIGHTS else numbers.view(torch.uint8) ^ 0x80
 
 
 def _dot_products(

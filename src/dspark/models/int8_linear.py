@@ -7,8 +7,10 @@ from collections.abc import Callable, Sequence
 from functools import lru_cache
 from typing import Any
 
+import numpy as np
 import torch
 from numba import njit
+from numba.np.numpy_support import carray
 
 from dspark.compiling import remembered
 from dspark.models.compiling import SOURCE
@@ -20,13 +22,17 @@ from dspark.models.int8_intrinsics import (
     ROW_GROUP_BYTES,
     ROWS,
     dot_products,
-    weight_bytes,
 )
 from dspark.models.large_pages import weight_room
 from dspark.models.phases import LINE, add_atomically, meet, new_counters, take
 from dspark.models.row_kernels import quantise_row
-from dspark.models.threads import run_together
+from dspark.models.threads import run_parts, run_together
+from dspark.models.vector_intrinsics import pointer
 
+_PARTS = 4  # of the packing of weights, for each thread
+_LEAST_SCALE = np.float32(1e-12)
+_SHARED_WEIGHTS = 2**18
+"""Weights from which on packing them is worth waking other threads."""
 _SHARED_WORK = 2**23
 """Bytes of weights, times rows, from which on a layer alone is worth waking other threads."""
 
@@ -45,24 +51,23 @@ class GroupedInt8Linear:
     """
 
     def __init__(self, weight_OI: torch.Tensor, bias_O: torch.Tensor | None) -> None:
+        if weight_OI.ndim != 2 or weight_OI.numel() == 0:
+            raise ValueError(f"an int8 layer has at least one input and one output, not weights {weight_OI.shape}")
         self.size_out, self.size_in = weight_OI.shape
+        if bias_O is not None and bias_O.shape != (self.size_out,):
+            raise ValueError(f"an int8 layer of {self.size_out} outputs has a bias of so many, not {bias_O.shape}")
         blocks, groups = -(-self.size_out // COLUMNS), -(-self.size_in // GROUP)
         self.padded_out = blocks * COLUMNS
         self.bias = torch.zeros(self.padded_out)
         if bias_O is not None:
             self.bias[: self.size_out] = bias_O
-        padded = torch.zeros(self.padded_out, groups * GROUP)
-        padded[: self.size_out, : self.size_in] = weight_OI
-        weight_bcgi = padded.view(blocks, COLUMNS, groups, GROUP)
-        # A scale is a bfloat16 number, not below what the largest weight needs.
-        needed = (weight_bcgi.abs().amax(-1) / 127.0).clamp_min(1e-12)
-        scales_bcg = ((needed.view(torch.int32) + 0xFFFF) & ~0xFFFF).view(torch.float32)
-        numbers = weight_bytes((weight_bcgi / scales_bcg.unsqueeze(-1)).round_().to(torch.int8))
-        numbers = numbers.view(blocks, COLUMNS, groups, GROUP // 4, 4).permute(0, 2, 3, 1, 4)
-        scales = scales_bcg.to(torch.bfloat16).transpose(1, 2).contiguous().view(torch.uint8)
         self.packed = _packed_room((blocks, groups, GROUP_BYTES))
-        self.packed[..., : COLUMNS * GROUP] = numbers.flatten(2)
-        self.packed[..., COLUMNS * GROUP :] = scales
+        weight_OI = weight_OI.detach().to("cpu", torch.float32).contiguous()
+        flip = 0 if HAS_SIGNED_WEIGHTS else 0x80808080
+        arguments = weight_OI.data_ptr(), self.size_out, self.size_in, self.packed.data_ptr(), flip
+        threads = torch.get_num_threads() if weight_OI.numel() >= _SHARED_WEIGHTS else 1
+        parts, pack = min(blocks, _PARTS * threads), _packer()
+        run_parts(lambda part: pack(*arguments, part, parts), parts, threads, (self, weight_OI))
 
     def __getstate__(self) -> dict[str, Any]:
         # A copy of the weights, and not of all that lies beside them.
@@ -170,4 +175,59 @@ def _kernel(source: str = SOURCE) -> Callable[..., bool]:
         return True
 
     kernel: Callable[..., bool] = remembered(linear)
+    return kernel
+
+
+@njit(error_model="numpy")  # type: ignore[untyped-decorator]
+def _scale_bits(weights: Any) -> Any:
+    """The smallest bfloat16 number that is not below what a group's largest weight needs; of float32 weights as bits.
+
+    Magnitudes are in the order of their bits, and NaN is above all.
+    """
+    largest = np.int32(0)
+    for i in range(GROUP):
+        largest = max(largest, np.int32(weights[i] & np.int32(0x7FFFFFFF)))
+    needed = np.float32(np.int32(largest).view(np.float32) / np.float32(127.0))
+    if needed < _LEAST_SCALE:
+        needed = _LEAST_SCALE
+    return np.uint32((np.float32(needed).view(np.uint32) + np.uint32(0xFFFF)) & np.uint32(0xFFFF0000))
+
+
+@lru_cache
+def _packer(source: str = SOURCE) -> Callable[..., bool]:
+    def pack(weight_at, size_out, size_in, packed_at, flip, part, parts):  # type: ignore[no-untyped-def]
+        """Blocks ``part``, ``part + parts``, ... of all outputs: numbers ``[GROUP / 4, COLUMNS, 4]``, then scales.
+
+        Args:
+            flip: bits of four numbers that are to be the other way round.
+        """
+        _ = source
+        blocks, groups = (size_out + COLUMNS - 1) // COLUMNS, (size_in + GROUP - 1) // GROUP
+        weight = carray(pointer(weight_at), (size_out, size_in), np.float32)
+        words = carray(pointer(packed_at), (blocks, groups, GROUP_BYTES // 4), np.uint32)
+        scales = carray(pointer(packed_at), (blocks, groups, GROUP_BYTES // 2), np.uint16)
+        weights, numbers = np.zeros(GROUP, np.float32), np.zeros(GROUP, np.uint32)
+        for block in range(part, blocks, parts):
+            for column in range(COLUMNS):
+                output = block * COLUMNS + column
+                for group in range(groups):
+                    first = group * GROUP
+                    size = min(size_in - first, GROUP) if output < size_out else 0
+                    for i in range(size):
+                        weights[i] = weight[output, first + i]
+                    weights[size:] = np.float32(0.0)
+                    bits = _scale_bits(weights.view(np.int32))
+                    scale = np.uint32(bits).view(np.float32)
+                    if not scale < np.inf:  # all products will be NaN or infinite
+                        weights[:] = np.float32(0.0)
+                    for i in range(GROUP):
+                        numbers[i] = np.uint32(np.int32(np.rint(weights[i] / scale))) & np.uint32(0xFF)
+                    for i in range(GROUP // 4):
+                        low = numbers[4 * i] | (numbers[4 * i + 1] << np.uint32(8))
+                        high = numbers[4 * i + 2] | (numbers[4 * i + 3] << np.uint32(8))
+                        words[block, group, i * COLUMNS + column] = (low | (high << np.uint32(16))) ^ np.uint32(flip)
+                    scales[block, group, COLUMNS * GROUP // 2 + column] = np.uint32(bits) >> np.uint32(16)
+        return True
+
+    kernel: Callable[..., bool] = remembered(pack)
     return kernel

@@ -19,8 +19,8 @@ class KVCache:
 
     Args:
         max_length: most valid positions of a slot.
-        key_columns: keys lie as the columns of their blocks, ``[layers, kv_heads, blocks, head_dim, BLOCK_SIZE]``, as
-            compiled attention over float16 reads them.
+        has_key_columns: whether keys lie as the columns of their blocks, ``[layers, kv_heads, blocks, head_dim,
+            BLOCK_SIZE]``, as compiled attention over float16 reads them.
         tables: where the positions are.
         scratch: positions behind the valid ones that are written too, but never count.
     """
@@ -37,7 +37,7 @@ class KVCache:
         device: torch.device,
         tables: BlockTables | None = None,
         scratch: int = 0,
-        key_columns: bool = False,
+        has_key_columns: bool = False,
     ) -> None:
         check_size(num_slots, max_length)
         if tables is None:
@@ -48,12 +48,12 @@ class KVCache:
                 f"of at least {max_length + scratch}"
             )
         self.tables = tables
-        self.has_key_columns = key_columns
+        self.has_key_columns = has_key_columns
         self.num_slots = num_slots
         self.max_length = max_length
         shape = (num_layers, num_kv_heads, tables.num_rows, head_dim)
         # Zeros, not empty: attention multiplies masked positions by zero, and 0 * NaN would be NaN.
-        self.keys = torch.zeros(columns_shape(shape) if key_columns else shape, dtype=dtype, device=device)
+        self.keys = torch.zeros(columns_shape(shape) if has_key_columns else shape, dtype=dtype, device=device)
         self.values = torch.zeros(shape, dtype=dtype, device=device)
         self.lengths = [0] * num_slots
 
@@ -70,8 +70,9 @@ class KVCache:
         """Count positions ``0 .. length - 1`` of ``slot`` as valid: its blocks hold them from another request.
 
         Raises:
-            ValueError: if the slot has no room for them.
+            ValueError: if the slot does not exist, or has no room for them.
         """
+        check_slot(self.lengths, slot)
         if not 0 <= length <= self.room(slot):
             raise ValueError(f"cannot adopt {length} positions in slot {slot}: it has room for {self.room(slot)}")
         self.lengths[slot] = length
@@ -97,12 +98,19 @@ def check_size(num_slots: int, max_length: int) -> None:
         raise ValueError(f"a cache needs at least one slot and one position, got {num_slots=} and {max_length=}")
 
 
+def check_slot(lengths: Sequence[int], slot: int) -> None:
+    """Raise ValueError unless a cache of these lengths has the slot."""
+    if not 0 <= slot < len(lengths):
+        raise ValueError(f"slot {slot} is unknown: the cache has slots 0 to {len(lengths) - 1}")
+
+
 def truncate_slot(lengths: list[int], slot: int, length: int) -> None:
     """Cut ``lengths[slot]`` to ``length``.
 
     Raises:
-        ValueError: if the slot holds fewer than ``length`` positions.
+        ValueError: if the slot does not exist, or holds fewer than ``length`` positions.
     """
+    check_slot(lengths, slot)
     if not 0 <= length <= lengths[slot]:
         raise ValueError(f"cannot truncate slot {slot} to {length}: it holds {lengths[slot]} positions")
     lengths[slot] = length

@@ -14,7 +14,7 @@ from safetensors import SafetensorError, safe_open
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from dspark.models.config import DecoderConfig
-from dspark.models.decoder import Decoder
+from dspark.models.decoder import INT8_HEAD_MULTIPLE, Decoder, has_int8_heads
 from dspark.models.embedded import NAME as EMBEDDED_NAME
 from dspark.models.embedded import embedded_target
 from dspark.models.gguf_file import read_gguf
@@ -35,7 +35,7 @@ class LoadedTarget:
         name: what to call it in output.
         stop_token_ids: tokens that end an answer (``eos_token_id`` of the generation config, config and tokenizer).
         implementation: what computes it: the native decoder, or transformers.
-        notices: what the user should be told about the choice, a line each; empty if it is the native decoder.
+        notices: what the user should be told about choices that were left to us, a line each.
     """
 
     model: Target
@@ -81,27 +81,27 @@ def load_target(
         if implementation == "transformers":
             raise ValueError(f"{path}: a GGUF file runs natively only; give implementation native or auto")
         gguf = read_gguf(path)
+        gguf_config = DecoderConfig.from_huggingface(gguf.config)
+        compute_dtype = resolve_dtype(dtype, device, gguf_config)
         return LoadedTarget(
-            model=Decoder(
-                DecoderConfig.from_huggingface(gguf.config),
-                gguf.weights,
-                compute_dtype=resolve_dtype(dtype, device),
-                device=device,
-            ),
+            model=Decoder(gguf_config, gguf.weights, compute_dtype=compute_dtype, device=device),
             tokenizer=gguf.tokenizer,
             name=name,
             stop_token_ids=read_stop_token_ids(gguf.config, {}, gguf.tokenizer),
+            notices=_dtype_notices(name, gguf_config, dtype, compute_dtype, device),
         )
     raw = read_checkpoint_json(path / "config.json")
     generation = read_checkpoint_json(path / "generation_config.json", required=False)
     config, why_not_native = _native_config(raw, implementation)
+    compute_dtype = resolve_dtype(dtype, device, config)
     model: Target
     if config is not None:
-        model = Decoder(config, _read_weights(path), compute_dtype=resolve_dtype(dtype, device), device=device)
+        model = Decoder(config, _read_weights(path), compute_dtype=compute_dtype, device=device)
+        notices = _dtype_notices(name, config, dtype, compute_dtype, device)
     else:
         from dspark.models.transformers_checkpoint import read_transformers  # takes a second or two
 
-        compute_dtype = resolve_dtype(dtype, device, native=False)
+        notices = () if why_not_native is None else (_notice(name, why_not_native, dtype, compute_dtype),)
         model = read_transformers(path, raw, compute_dtype=compute_dtype, device=device)
     tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=False)
     return LoadedTarget(
@@ -110,19 +110,36 @@ def load_target(
         name=name,
         stop_token_ids=read_stop_token_ids(raw, generation, tokenizer),
         implementation="native" if config is not None else "transformers",
-        notices=() if why_not_native is None else (_notice(name, why_not_native, dtype, model),),
+        notices=notices,
     )
 
 
-def resolve_dtype(dtype: str, device: str, *, native: bool = True) -> str:
+def resolve_dtype(dtype: str, device: str, config: DecoderConfig | None) -> str:
     """``auto`` is int8 for a native target on a CPU with the instructions for it, where it is the fastest.
 
     Elsewhere it is bfloat16, through transformers too, and on a CPU too: half the memory to read for each token.
+
+    Args:
+        config: of the native decoder; None for a target that runs through transformers.
     """
     if dtype != "auto":
         return dtype
     has_int8 = torch.device(device).type == "cpu" and has_dot_products()
-    return "int8" if native and has_int8 else "bfloat16"
+    return "int8" if config is not None and has_int8 and has_int8_heads(config) else "bfloat16"
+
+
+def _dtype_notices(name: str, config: DecoderConfig, asked: str, compute_dtype: str, device: str) -> tuple[str, ...]:
+    """What ``auto`` took for a native target on a CPU, and why."""
+    if asked != "auto" or torch.device(device).type != "cpu":
+        return ()
+    if compute_dtype == "int8":
+        return (f"{name} runs in int8, the fastest here and close to its own weights; dtype bfloat16 keeps those",)
+    why = (
+        "needs AVX2 or AVX512-VNNI instructions"
+        if has_int8_heads(config)
+        else f"takes heads of a multiple of {INT8_HEAD_MULTIPLE} dimensions, and its have {config.head_dim}"
+    )
+    return (f"{name} runs in bfloat16: the faster int8 {why}",)
 
 
 def _native_config(
@@ -139,8 +156,8 @@ def _native_config(
         return None, str(error)
 
 
-def _notice(name: str, why_not_native: str, dtype: str, model: Target) -> str:
-    chosen = f", in {model.compute_dtype}" if dtype == "auto" else ""
+def _notice(name: str, why_not_native: str, dtype: str, compute_dtype: str) -> str:
+    chosen = f", in {compute_dtype}" if dtype == "auto" else ""
     return f"{name} runs through transformers{chosen}, not the faster native decoder: {why_not_native}"
 
 

@@ -6,10 +6,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+import numpy as np
 import torch
 
 from dspark.models.block_tables import BlockTables
 from dspark.types import Segment
+
+_ID_DTYPES = (torch.int64, torch.int32)
 
 
 @dataclass(frozen=True, slots=True)
@@ -196,9 +199,16 @@ def check_pass(
     num_layers: int,
 ) -> None:
     """Raise ValueError unless ``segments`` hold exactly these tokens and every tap layer and row exists."""
+    if token_ids_N.ndim != 1 or token_ids_N.dtype not in _ID_DTYPES:
+        raise ValueError(
+            f"token_ids_N takes whole numbers in one dimension, not {token_ids_N.dtype} {tuple(token_ids_N.shape)}"
+        )
+    if len(token_ids_N) == 0:
+        raise ValueError("a pass needs at least one token")
     if (tokens := sum(segment.length for segment in segments)) != len(token_ids_N):
         raise ValueError(f"segments hold {tokens} tokens, token_ids {len(token_ids_N)}")
     if missing := [layer for layer in tap_layers if not 0 <= layer < num_layers]:
         raise ValueError(f"tap layers {missing} do not exist: the target has layers 0 to {num_layers - 1}")
-    if logit_rows and not 0 <= min(logit_rows) <= max(logit_rows) < tokens:
+    rows = np.asarray(logit_rows)
+    if len(rows) and (rows.dtype.kind not in "iu" or not 0 <= rows.min() <= rows.max() < tokens):
         raise ValueError(f"logit_rows {list(logit_rows)} are not all among the pass's tokens, 0 to {tokens - 1}")
