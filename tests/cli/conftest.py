@@ -24,6 +24,13 @@ class Run:
     out: str
     err: str
 
+    @property
+    def said(self) -> str:
+        """stderr after the line that says which type was taken for the target."""
+        first, rest = self.err.split("\n", 1)
+        assert " runs in " in first, first
+        return rest
+
 
 @pytest.fixture
 def dspark(capsys: pytest.CaptureFixture[str]) -> Callable[..., Run]:

@@ -132,7 +132,8 @@ class TestCommand:
 
     def test_json(self, dspark, arguments, tiny_target):
         run = dspark(*arguments, "--json")
-        assert (run.code, run.err) == (0, "")
+        assert run.code == 0
+        assert run.said == ""
         report = json.loads(run.out)
         assert report["identical"] is True
         assert report["target"] == str(tiny_target)

@@ -62,7 +62,8 @@ def test_in_int8_few_tokens_are_drafted_unless_asked_otherwise(dspark, monkeypat
 
 def test_json_has_what_machines_need(dspark, models):
     run = dspark("generate", "hello", "--max-tokens", 12, "--json", *models)
-    assert (run.code, run.err) == (0, "")
+    assert run.code == 0
+    assert run.said == ""
     result = json.loads(run.out)
     assert result.keys() >= REQUIRED
     assert len(result["token_ids"]) == 12
@@ -100,7 +101,7 @@ def test_streams_the_text_to_stdout_and_the_numbers_to_stderr(dspark, models):
     text = json.loads(dspark("generate", "hello", "--max-tokens", 12, "--json", *models).out)["text"]
     run = dspark("generate", "hello", "--max-tokens", 12, *models)
     assert run.out == text + "\n"
-    assert run.err.startswith("[12 tokens in ")
+    assert run.said.startswith("[12 tokens in ")
     assert "accepted length" in run.err
     assert "accepted length" not in dspark("generate", "hello", "--max-tokens", 4, *models, "--no-speculation").err
 
@@ -120,7 +121,7 @@ def test_prompts_file_gives_a_line_for_each_turn(dspark, models, prompts_file):
     assert results[2]["prompt_tokens"] > results[1]["prompt_tokens"] + len("<u>then<a>")
 
     run = dspark("generate", "--prompts", prompts_file, "--max-tokens", 4, *models)
-    assert run.err.startswith("[3 answers, 12 tokens in ")
+    assert run.said.startswith("[3 answers, 12 tokens in ")
 
 
 def test_system_and_raw_change_the_prompt(dspark, models):
