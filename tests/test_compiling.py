@@ -9,10 +9,14 @@ from pathlib import Path
 
 import pytest
 
+from dspark import compiling
+
 PROGRAM = """
-import resource, sys
+import logging, resource, sys
 from numba import int64
 from dspark.compiling import remembered
+
+logging.basicConfig(format="%(message)s")  # to stderr
 
 def double(x):
     return 2 * x
@@ -31,10 +35,11 @@ def run(directory: Path, *arguments: str) -> tuple[list[str], str]:
     program = directory / "program.py"
     if not program.exists():
         program.write_text(PROGRAM)
-    environment = {**os.environ, "NUMBA_CACHE_DIR": str(directory / "kept"), "PYTHONWARNINGS": "always"}
+    environment = {**os.environ, "NUMBA_CACHE_DIR": str(directory / "kept"), "PYTHONWARNINGS": "ignore"}
     done = subprocess.run(
-        [sys.executable, program, *arguments], env=environment, capture_output=True, text=True, check=False
-    )
+        [sys.executable, program, *arguments], env=environment, capture_output=True, text=True, check=False,
+        timeout=300,
+    )  # fmt: skip
     assert done.returncode == 0, done.stderr
     return done.stdout.split(), done.stderr
 
@@ -47,7 +52,7 @@ def test_a_second_process_compiles_nothing(tmp_path: Path) -> None:
 def test_a_full_disk_costs_a_warning(tmp_path: Path) -> None:
     said, warned = run(tmp_path, "full")
     assert said == ["42", "8", "0", "0"]
-    assert "compiled code of __main__.double is not remembered (OSError" in warned
+    assert "compiled code of __main__.double cannot be kept ([Errno 27] File too large)" in warned
     assert "NUMBA_CACHE_DIR" in warned
     assert run(tmp_path) == (["42", "8", "0", "0"], "")  # and nothing half-written was left behind
 
@@ -63,5 +68,27 @@ def test_cut_files_are_made_again(kind: str, kept_bytes: float, tmp_path: Path) 
         file.write_bytes(content[: kept_bytes if isinstance(kept_bytes, int) else int(len(content) * kept_bytes)])
     said, warned = run(tmp_path)
     assert said == ["42", "8", "0", "0"]
-    assert "is not remembered" in warned
+    assert "kept code of __main__.double cannot be read" in warned
+    assert "NUMBA_CACHE_DIR" not in warned
     assert run(tmp_path) == (["42", "8", "1", "1"], "")
+
+
+def test_cut_files_on_a_full_disk_cost_warnings(tmp_path: Path) -> None:
+    run(tmp_path)
+    for file in (tmp_path / "kept").rglob("*.nbi"):
+        file.write_bytes(file.read_bytes()[:10])
+    said, warned = run(tmp_path, "full")
+    assert said == ["42", "8", "0", "0"]
+    assert "cannot be read" in warned
+    assert "cannot be kept" in warned
+
+
+def test_without_any_directory_it_is_compiled(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def nowhere(function: object) -> None:
+        raise RuntimeError("no locator available")
+
+    monkeypatch.setattr(compiling, "_LenientCache", nowhere)
+    assert compiling.remembered(lambda x: 2 * x)(21) == 42
+    assert "cannot be kept (no locator available)" in caplog.text

@@ -10,6 +10,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from numba.core import config
 
 from dspark.models import attention_kernel
 from dspark.models.attention_kernel import attend_rows, is_available
@@ -314,8 +315,10 @@ def test_shapes_that_do_not_go_together_are_refused(heads: int, head_dim: int, q
         memory.attend(make_queries(queries, heads=heads, head_dim=head_dim), [0], [1])
 
 
-def test_where_it_is_available() -> None:
+def test_where_it_is_available(monkeypatch: pytest.MonkeyPatch) -> None:
     assert is_available(torch.empty(2, 16, 8))
     assert not is_available(torch.empty(2, 16, 8, dtype=torch.bfloat16))
     assert not is_available(torch.empty(2, 16, 12))
     assert not is_available(torch.empty(2, 16, 8, device="meta"))
+    monkeypatch.setattr(config, "DISABLE_JIT", 1)  # as NUMBA_DISABLE_JIT asks for it
+    assert not is_available(torch.empty(2, 16, 8))

@@ -88,8 +88,7 @@ def test_taps_come_in_the_order_asked_for(taps: tuple[int, ...]) -> None:
 
 
 def test_a_processor_without_the_instructions_computes_in_other_types(monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in (decoder, loading):
-        monkeypatch.setattr(module, "has_dot_products", lambda: False)
+    monkeypatch.setattr(decoder, "has_dot_products", lambda: False)
     with pytest.raises(ValueError, match=r"int8 needs a processor with AVX2 .*DSPARK_INT8, NUMBA_.*; use bfloat16"):
         ours(random_model(CONFIGS["llama"]), "int8")
     config = DecoderConfig.from_huggingface(CONFIGS["llama"].to_dict())
@@ -105,6 +104,22 @@ def test_heads_that_the_compiled_attention_does_not_take_are_computed_in_other_t
     config = DecoderConfig.from_huggingface(reference.config.to_dict())
     assert loading.resolve_dtype("auto", "cpu", config) == "bfloat16"
     assert loading.resolve_dtype("auto", "cpu", replace(config, head_dim=96)) == "int8"
+
+
+def test_what_auto_took_is_said_with_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = DecoderConfig.from_huggingface(CONFIGS["llama"].to_dict())
+    odd = replace(config, head_dim=12)
+    for is_there, each, beginning, reason in (
+        (True, config, "mine runs in int8, the fastest here", "is nearer to its weights"),
+        (True, odd, "mine runs in bfloat16: the faster int8 needs heads of a multiple of 8", "have 12"),
+        (False, config, "mine runs in bfloat16: the faster int8 needs a processor with AVX2", "DSPARK_INT8"),
+    ):
+        monkeypatch.setattr(decoder, "has_dot_products", lambda is_there=is_there: is_there)
+        (notice,) = loading._dtype_notices("mine", each, "auto", "cpu")
+        assert notice.startswith(beginning)
+        assert reason in notice
+    assert loading._dtype_notices("mine", config, "bfloat16", "cpu") == ()
+    assert loading._dtype_notices("mine", config, "auto", "cuda") == ()
 
 
 @needs_instructions
@@ -134,7 +149,7 @@ def test_a_cache_of_another_model_is_refused() -> None:
         assert cache.lengths == [0]
     cache = model.new_cache(1, 16)
     cache.values = cache.values.float()
-    with pytest.raises(ValueError, match="the cache holds values"):
+    with pytest.raises(ValueError, match=r"the cache holds keys and values .* in torch\.float16 and torch\.float32"):
         model.forward(torch.tensor([1, 2]), [Segment(0, 0, 2)], cache)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
@@ -226,6 +227,16 @@ def test_segments_are_checked_before_anything_is_written() -> None:
     assert cache.lengths == [8, 0]
 
 
+@torch.no_grad()
+def test_a_cache_of_another_model_is_refused_in_floats_too() -> None:
+    model = ours(random_model(CONFIGS["llama"]))
+    for name, compute_dtype in (("gemma3", "float32"), ("llama", "bfloat16")):
+        cache = ours(random_model(CONFIGS[name]), compute_dtype).new_cache(1, 16)
+        with pytest.raises(ValueError, match="take one from its new_cache"):
+            model.forward(torch.tensor([1, 2]), [Segment(0, 0, 2)], cache)
+        assert cache.lengths == [0]
+
+
 @pytest.mark.parametrize("compute_dtype", ["float32", "int8"])
 @torch.no_grad()
 def test_a_pass_that_is_refused_leaves_the_cache_as_it_was(compute_dtype: str) -> None:
@@ -244,10 +255,15 @@ def test_a_pass_that_is_refused_leaves_the_cache_as_it_was(compute_dtype: str) -
         (torch.tensor([1, 2]), two, (0.5,), ValueError),
         (torch.tensor([1, 2]), two, (2,), ValueError),
         (torch.tensor([1, 2]), two, (-1,), ValueError),
+        (torch.tensor([1, 2]), two, [[0, 1]], ValueError),
     ):
         with pytest.raises(error):
             model.forward(ids, segments, cache, (), rows)  # type: ignore[arg-type]
         assert cache.lengths == [0, 0]
+    rows = np.array([1, 0])
+    picked = model.forward(torch.tensor([1, 2]), two, cache, (), rows).logits_MV  # type: ignore[arg-type]
+    assert picked is not None
+    assert torch.equal(picked, model.logits(model.forward(torch.tensor([1, 2]), two, cache).hidden_NH)[rows])
 
 
 def test_slots_that_do_not_exist_are_refused() -> None:

@@ -188,7 +188,7 @@ atexit.register(lambda: print("at exit:", run_together(lambda: True, 3, None)))
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="there is no fork here")
 @pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
 def test_a_forked_process_has_helpers_of_its_own() -> None:
-    """Its parent's threads are not there any more, and would be waited for in vain."""
+    """Its parent's threads are not there any more: without new ones it would do all of its work alone."""
 
     def is_helped() -> bool:
         caller, helped = threading.get_ident(), threading.Event()
@@ -203,5 +203,9 @@ def test_a_forked_process_has_helpers_of_its_own() -> None:
     assert is_helped()
     child = os.fork()
     if child == 0:
-        os._exit(0 if is_helped() else 1)
+        code = 1
+        try:
+            code = 0 if is_helped() else 1
+        finally:
+            os._exit(code)
     assert os.waitpid(child, 0)[1] == 0

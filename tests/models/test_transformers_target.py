@@ -198,6 +198,9 @@ def test_segments_and_caches_that_do_not_fit_are_refused() -> None:
         target.forward(text(9), [Segment(0, 0, 9)], cache)
     with pytest.raises(ValueError, match="starts at 2, the slot holds 0"):
         target.forward(text(4), [Segment(0, 2, 4)], cache)
+    for unknown in (-1, target.config.vocab_size):
+        with pytest.raises(IndexError, match="an id outside the vocabulary"):
+            target.forward(torch.tensor([1, unknown]), [Segment(0, 0, 2)], cache)
     assert cache.lengths == [0]
     with pytest.raises(ValueError, match="max_length is 65, the target's context holds 64"):
         target.new_cache(1, 65)
@@ -209,6 +212,9 @@ def test_segments_and_caches_that_do_not_fit_are_refused() -> None:
     cache.adopt(0, 0)
     with pytest.raises(ValueError, match="slot 0 cannot adopt 1 positions: a transformers target shares no blocks"):
         cache.adopt(0, 1)
+    for slot in (-1, 1):
+        with pytest.raises(ValueError, match=f"slot {slot} is unknown"):
+            cache.adopt(slot, 0)
     native = Decoder(
         DecoderConfig.from_huggingface(CONFIGS["qwen3"].to_dict()), native_model(CONFIGS["qwen3"]).state_dict()
     )

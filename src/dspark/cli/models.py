@@ -53,7 +53,7 @@ def usual_draft_tokens(models: Models, asked: int | None) -> int | None:
 
 
 def open_target(name: str, *, dtype: str, device: str) -> LoadedTarget:
-    """Load a target, and say on stderr what its user should know (that it is not native, and why)."""
+    """Load a target, and say on stderr what its user should know (`LoadedTarget.notices`)."""
     from dspark.models.loading import load_target
 
     loaded = load_target(name, dtype=dtype, device=device)

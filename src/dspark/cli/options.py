@@ -45,8 +45,8 @@ DtypeOption = Annotated[
     Literal["auto", "float32", "bfloat16", "int8"],
     Parameter(
         group=MODELS,
-        help="Number format of the target's weights and products. `auto` is int8 on a CPU with AVX2 or AVX512-VNNI,"
-        " bfloat16 elsewhere.",
+        help="Number format of the target's weights and products. `auto` is int8 on a CPU with AVX2 or AVX512-VNNI"
+        " (for targets with heads of 8, 16, ... dimensions), bfloat16 elsewhere.",
     ),
 ]
 DeviceOption = Annotated[str, Parameter(group=MODELS, help="Where the models run: `cpu`, `cuda`, `cuda:1`, ...")]

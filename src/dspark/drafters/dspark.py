@@ -24,6 +24,7 @@ from dspark.drafters.layers import RopeTables, project_taps, rms_norm
 from dspark.drafters.packing import BlockLayout, PackedBlocks
 from dspark.drafters.protocol import DraftBlock, DraftSampler, PlainSampler, stack_distributions
 from dspark.drafters.sequential import HEADS, SequentialHead, corrected_logits, embed_previous
+from dspark.models.attention_kernel import HEAD_MULTIPLE
 from dspark.models.block_tables import BlockTables
 from dspark.models.instructions import has_dot_products
 from dspark.types import Segment
@@ -68,7 +69,7 @@ class DSparkDrafter(DraftModel):
     @property
     def can_compute_in_int8(self) -> bool:
         """Whether `compute_in_int8` is possible: on a CPU with the instructions for it, for heads of 8 n dimensions."""
-        return self.device.type == "cpu" and has_dot_products() and self.config.head_dim % 8 == 0
+        return self.device.type == "cpu" and has_dot_products() and self.config.head_dim % HEAD_MULTIPLE == 0
 
     def compute_in_int8(self) -> None:
         """Draft in int8 from now on, with a copy of the weights as they are now: for a drafter that is not trained.
@@ -78,7 +79,7 @@ class DSparkDrafter(DraftModel):
         """
         if not self.can_compute_in_int8:
             raise ValueError(
-                "int8 needs a CPU with AVX2 or AVX512-VNNI and head_dim divisible by 8 "
+                f"int8 needs a CPU with AVX2 or AVX512-VNNI and head_dim divisible by {HEAD_MULTIPLE} "
                 f"(device {self.device}, head_dim {self.config.head_dim})"
             )
         self._computation = Int8Computation(self, self._rope)

@@ -44,7 +44,7 @@ def load_parts(
         raise ValueError(f"target {target} needs a drafter that was trained for it: give drafter, or policy off")
     loaded = load_target(target, dtype=dtype, device=device)
     for notice in loaded.notices:
-        _log.warning(notice)
+        _log.log(logging.INFO if loaded.model.compute_dtype == "int8" else logging.WARNING, notice)
     if not needs_drafter:
         return Parts(target=loaded, drafter=None, cost=cost)
     opened = load_drafter(drafter or _EMBEDDED, loaded.model, device=loaded.model.device)

@@ -34,6 +34,8 @@ from dspark.models.row_kernels import exp2
 from dspark.models.threads import run_parts
 from dspark.models.vector_intrinsics import largest_of, multiply_add, pointer, prefetch, transpose
 
+HEAD_MULTIPLE = 8
+"""Of the dimensions of a head: vectors have so many, or twice as many."""
 _TILE_BLOCKS = 4
 _TILE = _TILE_BLOCKS * BLOCK_SIZE
 _QUERIES = 16  # neighbouring queries of a slot that share a tile's transposed keys
@@ -42,7 +44,7 @@ _PART_WORK = 2**20  # pairs of query and key, times dimensions: some 75 microsec
 
 def is_available(memory: torch.Tensor) -> bool:
     """Whether :func:`attend_rows` reads keys and values that lie as rows ``[..., D]`` in such memory."""
-    is_rows = memory.is_cpu and memory.dtype == torch.float32 and memory.shape[-1] % 8 == 0
+    is_rows = memory.is_cpu and memory.dtype == torch.float32 and memory.shape[-1] % HEAD_MULTIPLE == 0
     return is_rows and not config.DISABLE_JIT
 
 
@@ -74,8 +76,10 @@ def attend_rows(
     """
     num_queries, num_heads, head_dim = q_NhD.shape
     num_kv_heads, num_rows, _ = values.shape
-    if head_dim % 8:
-        raise ValueError(f"q_NhD has {head_dim} dimensions a head: the compiled attention needs a multiple of 8")
+    if head_dim % HEAD_MULTIPLE:
+        raise ValueError(
+            f"q_NhD has {head_dim} dimensions a head: the compiled attention needs a multiple of {HEAD_MULTIPLE}"
+        )
     is_half = keys.dtype == torch.float16
     number = torch.float16 if is_half else torch.float32
     q_NhD = q_NhD.contiguous()

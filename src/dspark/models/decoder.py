@@ -10,6 +10,7 @@ from torch.nn import functional
 
 from dspark.heap import trim_heap
 from dspark.models.attention import AttentionPlan, attend
+from dspark.models.attention_kernel import HEAD_MULTIPLE
 from dspark.models.block_tables import BlockTables
 from dspark.models.config import DecoderConfig
 from dspark.models.decoder_kernel import DecoderKernel, embed_rows
@@ -28,13 +29,18 @@ _ACTIVATIONS: Mapping[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "gelu_tanh": lambda x: functional.gelu(x, approximate="tanh"),
 }
 COMPUTE_DTYPES = ("float32", "bfloat16", "int8")
-INT8_HEAD_MULTIPLE = 8
-"""Dimensions of a head come in such multiples where a target runs in int8: its attention has vectors of so many."""
 
 
-def has_int8_heads(config: DecoderConfig) -> bool:
-    """Whether the compiled attention, in which bits depend on what a token sees alone, takes the heads of a target."""
-    return config.head_dim % INT8_HEAD_MULTIPLE == 0
+def why_not_int8(config: DecoderConfig) -> str | None:
+    """What this process or the target lacks for int8 on a CPU; None: nothing."""
+    if not has_dot_products():
+        return (
+            "a processor with AVX2 or AVX512-VNNI instructions, and an environment that does not forbid them "
+            f"({INT8_VARIABLE}, NUMBA_...)"
+        )
+    if config.head_dim % HEAD_MULTIPLE:
+        return f"heads of a multiple of {HEAD_MULTIPLE} dimensions, and those of this target have {config.head_dim}"
+    return None
 
 
 class Decoder:
@@ -65,16 +71,8 @@ class Decoder:
         self._quantised = compute_dtype == "int8"
         if self._quantised and self._device.type != "cpu":
             raise ValueError(f"dtype int8 runs on the CPU only, not on {device}; use bfloat16 there")
-        if self._quantised and not has_int8_heads(config):
-            raise ValueError(
-                f"dtype int8 needs heads of a multiple of {INT8_HEAD_MULTIPLE} dimensions, and this target's have "
-                f"{config.head_dim}; use bfloat16"
-            )
-        if self._quantised and not has_dot_products():
-            raise ValueError(
-                "dtype int8 needs a processor with AVX2 or AVX512-VNNI instructions, and an environment that does not "
-                f"forbid them ({INT8_VARIABLE}, NUMBA_...); use bfloat16 here"
-            )
+        if self._quantised and (reason := why_not_int8(config)) is not None:
+            raise ValueError(f"dtype int8 needs {reason}; use bfloat16 here")
         self._dtype = torch.bfloat16 if compute_dtype == "bfloat16" else torch.float32
         self.compute_dtype = compute_dtype
         reader = _WeightReader(weights, self._dtype, self._device, copies_kept=self._quantised)
@@ -141,6 +139,10 @@ class Decoder:
     def shares_blocks(self) -> bool:
         return True
 
+    @property
+    def _memory_dtype(self) -> torch.dtype:
+        return self._dtype if self._kernel is None else torch.float16
+
     def new_cache(self, num_slots: int, max_length: int, tables: BlockTables | None = None) -> KVCache:
         """Allocate key/value memory (see :meth:`dspark.models.target.Target.new_cache`).
 
@@ -152,7 +154,7 @@ class Decoder:
             num_kv_heads=self._config.num_kv_heads,
             max_length=max_length,
             head_dim=self._config.head_dim,
-            dtype=self._dtype if self._kernel is None else torch.float16,
+            dtype=self._memory_dtype,
             device=self._device,
             tables=tables,
             has_key_columns=self._kernel is not None,
@@ -189,11 +191,17 @@ class Decoder:
         check_pass(token_ids_N, segments, tap_layers, logit_rows, c.num_layers)
         if not isinstance(cache, KVCache):
             raise TypeError(f"the cache is a {type(cache).__name__} of another target; take one from new_cache")
+        cache.check_layout(
+            num_layers=c.num_layers,
+            num_kv_heads=c.num_kv_heads,
+            head_dim=c.head_dim,
+            dtype=self._memory_dtype,
+            has_key_columns=self._kernel is not None,
+        )
         if self._kernel is None:
             with torch.inference_mode():
                 x_NH = self.embed(token_ids_N)  # before the cache counts anything: an id may be unknown
         else:
-            self._kernel.check_cache(cache)
             x_NH = self._copied_embeddings(token_ids_N)
         cache.reserve(segments)
         plan = AttentionPlan(segments, cache, window=c.sliding_window)
@@ -247,7 +255,7 @@ class Decoder:
         return TargetOutput(
             hidden_NH=hidden_NH,
             taps_NT=torch.cat([taps[layer] for layer in tap_layers], dim=-1) if tap_layers else None,
-            logits_MV=self.logits(hidden_NH[list(logit_rows)]) if logit_rows else None,
+            logits_MV=self.logits(hidden_NH[list(logit_rows)]) if len(logit_rows) else None,
         )
 
     def _attention(

@@ -34,7 +34,7 @@ from dspark.models.int8_linear import (
     quantise_rows,
     quantised_bytes,
 )
-from dspark.models.kv_cache import KVCache, columns_shape
+from dspark.models.kv_cache import KVCache
 from dspark.models.linear import Linear
 from dspark.models.phases import LINE, add_atomically, meet, new_counters, read_atomically, take
 from dspark.models.row_kernels import (
@@ -213,16 +213,13 @@ class DecoderKernel:
     def check_cache(self, cache: KVCache) -> None:
         """Raise ValueError unless the memory of ``cache`` is this model's."""
         c = self._shape
-        shape = (c.num_layers, c.num_kv_heads, cache.tables.num_rows, c.head_dim)
-        for name, memory, expected in (
-            ("keys", cache.keys, columns_shape(shape)),
-            ("values", cache.values, shape),
-        ):
-            if memory.shape != expected or memory.dtype != torch.float16:
-                raise ValueError(
-                    f"the cache holds {name} {tuple(memory.shape)} in {memory.dtype}, this model {expected} in "
-                    "float16: take one from its new_cache"
-                )
+        cache.check_layout(
+            num_layers=c.num_layers,
+            num_kv_heads=c.num_kv_heads,
+            head_dim=c.head_dim,
+            dtype=torch.float16,
+            has_key_columns=True,
+        )
 
     def _columns_of_taps(self, tap_layers: tuple[int, ...]) -> tuple[npt.NDArray[np.int64], int, int]:
         """For each layer its column among the taps, which go by layer, or -1; its address; how many taps there are."""

@@ -29,11 +29,13 @@ from dspark.models.row_kernels import quantise_row
 from dspark.models.threads import run_parts, run_together
 from dspark.models.vector_intrinsics import pointer
 
-_PARTS = 4  # of the packing of weights, for each thread
 _LEAST_SCALE = np.float32(1e-12)
-_SHARED_WEIGHTS = 2**18
+_NAN_BITS = 0x7FC00000
+_PACKING_PARTS = 4
+"""Of the weights of a layer, for each thread that packs them."""
+_LEAST_SHARED_WEIGHTS = 2**18
 """Weights from which on packing them is worth waking other threads."""
-_SHARED_WORK = 2**23
+_LEAST_SHARED_WORK = 2**23
 """Bytes of weights, times rows, from which on a layer alone is worth waking other threads."""
 
 
@@ -60,13 +62,13 @@ class GroupedInt8Linear:
         self.padded_out = blocks * COLUMNS
         self.bias = torch.zeros(self.padded_out)
         if bias_O is not None:
-            self.bias[: self.size_out] = bias_O
+            self.bias[: self.size_out] = bias_O.detach()
         self.packed = _packed_room((blocks, groups, GROUP_BYTES))
         weight_OI = weight_OI.detach().to("cpu", torch.float32).contiguous()
         flip = 0 if HAS_SIGNED_WEIGHTS else 0x80808080
         arguments = weight_OI.data_ptr(), self.size_out, self.size_in, self.packed.data_ptr(), flip
-        threads = torch.get_num_threads() if weight_OI.numel() >= _SHARED_WEIGHTS else 1
-        parts, pack = min(blocks, _PARTS * threads), _packer()
+        threads = torch.get_num_threads() if weight_OI.numel() >= _LEAST_SHARED_WEIGHTS else 1
+        parts, pack = min(blocks, _PACKING_PARTS * threads), _packer()
         run_parts(lambda part: pack(*arguments, part, parts), parts, threads, (self, weight_OI))
 
     def __getstate__(self) -> dict[str, Any]:
@@ -89,7 +91,7 @@ class GroupedInt8Linear:
         rows, groups = len(x_NI), self.packed.shape[1]
         y_NO = torch.empty(rows, self.padded_out)
         scratch = torch.empty(quantised_bytes(rows, groups), dtype=torch.uint8)
-        threads = torch.get_num_threads() if rows * self.packed.numel() >= _SHARED_WORK else 1
+        threads = torch.get_num_threads() if rows * self.packed.numel() >= _LEAST_SHARED_WORK else 1
         counters, counters_at = new_counters(2, threads)
         arguments = (
             x_NI.data_ptr(), rows, self.size_in, scratch.data_ptr(), self.packed.data_ptr(), self.bias.data_ptr(),
@@ -180,14 +182,17 @@ def _kernel(source: str = SOURCE) -> Callable[..., bool]:
 
 @njit(error_model="numpy")  # type: ignore[untyped-decorator]
 def _scale_bits(weights: Any) -> Any:
-    """The smallest bfloat16 number that is not below what a group's largest weight needs; of float32 weights as bits.
+    """Bits of the smallest bfloat16 number that is not below what a group's largest weight needs.
 
-    Magnitudes are in the order of their bits, and NaN is above all.
+    Args:
+        weights: the bits of float32 numbers. Magnitudes are in the order of their bits, and NaN is above all.
     """
     largest = np.int32(0)
     for i in range(GROUP):
         largest = max(largest, np.int32(weights[i] & np.int32(0x7FFFFFFF)))
     needed = np.float32(np.int32(largest).view(np.float32) / np.float32(127.0))
+    if not needed < np.inf:
+        return np.uint32(_NAN_BITS)
     if needed < _LEAST_SCALE:
         needed = _LEAST_SCALE
     return np.uint32((np.float32(needed).view(np.uint32) + np.uint32(0xFFFF)) & np.uint32(0xFFFF0000))
@@ -218,7 +223,7 @@ def _packer(source: str = SOURCE) -> Callable[..., bool]:
                     weights[size:] = np.float32(0.0)
                     bits = _scale_bits(weights.view(np.int32))
                     scale = np.uint32(bits).view(np.float32)
-                    if not scale < np.inf:  # all products will be NaN or infinite
+                    if not scale < np.inf:  # all products will be NaN
                         weights[:] = np.float32(0.0)
                     for i in range(GROUP):
                         numbers[i] = np.uint32(np.int32(np.rint(weights[i] / scale))) & np.uint32(0xFF)

@@ -57,6 +57,19 @@ class KVCache:
         self.values = torch.zeros(shape, dtype=dtype, device=device)
         self.lengths = [0] * num_slots
 
+    def check_layout(
+        self, *, num_layers: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype, has_key_columns: bool
+    ) -> None:
+        """Raise ValueError unless keys and values lie as a model of these sizes reads them."""
+        shape = (num_layers, num_kv_heads, self.tables.num_rows, head_dim)
+        expected = (columns_shape(shape) if has_key_columns else shape, shape)
+        found = (tuple(self.keys.shape), tuple(self.values.shape))
+        if found != expected or {self.keys.dtype, self.values.dtype} != {dtype}:
+            raise ValueError(
+                f"the cache holds keys and values {found} in {self.keys.dtype} and {self.values.dtype}, this model "
+                f"{expected} in {dtype}: take one from its new_cache"
+            )
+
     @property
     def nbytes_per_block(self) -> int:
         """Bytes that one block takes here."""

@@ -14,11 +14,10 @@ from safetensors import SafetensorError, safe_open
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from dspark.models.config import DecoderConfig
-from dspark.models.decoder import INT8_HEAD_MULTIPLE, Decoder, has_int8_heads
+from dspark.models.decoder import Decoder, why_not_int8
 from dspark.models.embedded import NAME as EMBEDDED_NAME
 from dspark.models.embedded import embedded_target
 from dspark.models.gguf_file import read_gguf
-from dspark.models.instructions import has_dot_products
 from dspark.models.target import Target
 
 _SMALL_FILES = ["*.json", "*.jinja", "tokenizer.model", "merges.txt", "vocab.txt"]
@@ -35,7 +34,7 @@ class LoadedTarget:
         name: what to call it in output.
         stop_token_ids: tokens that end an answer (``eos_token_id`` of the generation config, config and tokenizer).
         implementation: what computes it: the native decoder, or transformers.
-        notices: what the user should be told about choices that were left to us, a line each.
+        notices: what the user should be told about what ``auto`` chose, a line each.
     """
 
     model: Target
@@ -88,20 +87,23 @@ def load_target(
             tokenizer=gguf.tokenizer,
             name=name,
             stop_token_ids=read_stop_token_ids(gguf.config, {}, gguf.tokenizer),
-            notices=_dtype_notices(name, gguf_config, dtype, compute_dtype, device),
+            notices=_dtype_notices(name, gguf_config, dtype, device),
         )
     raw = read_checkpoint_json(path / "config.json")
     generation = read_checkpoint_json(path / "generation_config.json", required=False)
     config, why_not_native = _native_config(raw, implementation)
     compute_dtype = resolve_dtype(dtype, device, config)
+    notices: tuple[str, ...] = ()
     model: Target
     if config is not None:
         model = Decoder(config, _read_weights(path), compute_dtype=compute_dtype, device=device)
-        notices = _dtype_notices(name, config, dtype, compute_dtype, device)
+        notices = _dtype_notices(name, config, dtype, device)
     else:
         from dspark.models.transformers_checkpoint import read_transformers  # takes a second or two
 
-        notices = () if why_not_native is None else (_notice(name, why_not_native, dtype, compute_dtype),)
+        notices = (
+            () if why_not_native is None else (_implementation_notice(name, why_not_native, dtype, compute_dtype),)
+        )
         model = read_transformers(path, raw, compute_dtype=compute_dtype, device=device)
     tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=False)
     return LoadedTarget(
@@ -124,22 +126,18 @@ def resolve_dtype(dtype: str, device: str, config: DecoderConfig | None) -> str:
     """
     if dtype != "auto":
         return dtype
-    has_int8 = torch.device(device).type == "cpu" and has_dot_products()
-    return "int8" if config is not None and has_int8 and has_int8_heads(config) else "bfloat16"
+    has_int8 = config is not None and torch.device(device).type == "cpu" and why_not_int8(config) is None
+    return "int8" if has_int8 else "bfloat16"
 
 
-def _dtype_notices(name: str, config: DecoderConfig, asked: str, compute_dtype: str, device: str) -> tuple[str, ...]:
+def _dtype_notices(name: str, config: DecoderConfig, asked: str, device: str) -> tuple[str, ...]:
     """What ``auto`` took for a native target on a CPU, and why."""
     if asked != "auto" or torch.device(device).type != "cpu":
         return ()
-    if compute_dtype == "int8":
-        return (f"{name} runs in int8, the fastest here and close to its own weights; dtype bfloat16 keeps those",)
-    why = (
-        "needs AVX2 or AVX512-VNNI instructions"
-        if has_int8_heads(config)
-        else f"takes heads of a multiple of {INT8_HEAD_MULTIPLE} dimensions, and its have {config.head_dim}"
-    )
-    return (f"{name} runs in bfloat16: the faster int8 {why}",)
+    reason = why_not_int8(config)
+    if reason is None:
+        return (f"{name} runs in int8, the fastest here; dtype bfloat16 or float32 is nearer to its weights",)
+    return (f"{name} runs in bfloat16: the faster int8 needs {reason}",)
 
 
 def _native_config(
@@ -156,7 +154,7 @@ def _native_config(
         return None, str(error)
 
 
-def _notice(name: str, why_not_native: str, dtype: str, compute_dtype: str) -> str:
+def _implementation_notice(name: str, why_not_native: str, dtype: str, compute_dtype: str) -> str:
     chosen = f", in {compute_dtype}" if dtype == "auto" else ""
     return f"{name} runs through transformers{chosen}, not the faster native decoder: {why_not_native}"
 

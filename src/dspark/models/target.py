@@ -177,8 +177,9 @@ class Target(Protocol):
             logit_rows: flat tokens, 0 to ``N - 1``, whose `logits` are wanted.
 
         Raises:
-            ValueError: if the segments do not add up to ``N`` tokens, do not continue their slots or do not fit, or a
-                tap layer or a row does not exist. Nothing is written then.
+            ValueError: if there are no tokens or ids are not whole numbers in one dimension, if the segments do not add
+                up to them, do not continue their slots or do not fit, or a tap layer or a row does not exist.
+            IndexError: if an id is outside the vocabulary. Nothing is written or counted in all these cases.
         """
         ...
 
@@ -198,7 +199,10 @@ def check_pass(
     logit_rows: Sequence[int],
     num_layers: int,
 ) -> None:
-    """Raise ValueError unless ``segments`` hold exactly these tokens and every tap layer and row exists."""
+    """Raise ValueError unless ``segments`` hold exactly these tokens, and every tap layer and row exists.
+
+    Whether ids are in the vocabulary is left to those who look them up, before they count positions.
+    """
     if token_ids_N.ndim != 1 or token_ids_N.dtype not in _ID_DTYPES:
         raise ValueError(
             f"token_ids_N takes whole numbers in one dimension, not {token_ids_N.dtype} {tuple(token_ids_N.shape)}"
@@ -210,5 +214,6 @@ def check_pass(
     if missing := [layer for layer in tap_layers if not 0 <= layer < num_layers]:
         raise ValueError(f"tap layers {missing} do not exist: the target has layers 0 to {num_layers - 1}")
     rows = np.asarray(logit_rows)
-    if len(rows) and (rows.dtype.kind not in "iu" or not 0 <= rows.min() <= rows.max() < tokens):
+    are_rows = rows.ndim == 1 and rows.dtype.kind in "iu" and 0 <= rows.min() <= rows.max() < tokens
+    if len(logit_rows) and not are_rows:
         raise ValueError(f"logit_rows {list(logit_rows)} are not all among the pass's tokens, 0 to {tokens - 1}")

@@ -13,7 +13,7 @@ import torch
 from transformers import DynamicCache, cache_utils
 from transformers.cache_utils import Cache, DynamicLayer, DynamicSlidingWindowLayer
 
-from dspark.models.kv_cache import check_size, reserve_slots, truncate_slot
+from dspark.models.kv_cache import check_size, check_slot, reserve_slots, truncate_slot
 from dspark.types import Segment
 
 # Layers whose whole state are keys and values by position; the reason why the others cannot be used goes to the user.
@@ -51,6 +51,7 @@ class SlotCache:
 
     def adopt(self, slot: int, length: int) -> None:
         """Refused for more than nothing: slots share no blocks."""
+        check_slot(self.lengths, slot)
         if length != 0:
             raise ValueError(f"slot {slot} cannot adopt {length} positions: a transformers target shares no blocks")
         self.lengths[slot] = 0

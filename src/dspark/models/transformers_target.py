@@ -177,6 +177,8 @@ class TransformersTarget:
         check_pass(token_ids_N, segments, tap_layers, logit_rows, c.num_layers)
         if not isinstance(cache, SlotCache):
             raise TypeError(f"the cache is a {type(cache).__name__} of another target; take one from new_cache")
+        if not 0 <= int(token_ids_N.min()) <= int(token_ids_N.max()) < c.vocab_size:
+            raise IndexError(f"token_ids_N has an id outside the vocabulary 0..{c.vocab_size - 1}")
         cache.reserve(segments)
         groups: defaultdict[int, list[int]] = defaultdict(list)
         for index, segment in enumerate(segments):
@@ -196,7 +198,7 @@ class TransformersTarget:
         return TargetOutput(
             hidden_NH=hidden_NH,
             taps_NT=torch.cat(taps) if tap_layers else None,
-            logits_MV=self.logits(hidden_NH[list(logit_rows)]) if logit_rows else None,
+            logits_MV=self.logits(hidden_NH[list(logit_rows)]) if len(logit_rows) else None,
         )
 
     def _run(
