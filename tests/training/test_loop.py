@@ -272,7 +272,10 @@ def test_going_on_from_a_given_drafter(target: LoadedTarget, data: Path, tmp_pat
         open_trainer(tiny_recipe(data, tmp_path / "three", drafter=other, states=states), target)
 
 
-def test_autocast_and_backbone_confidence_train_too(target: LoadedTarget, data: Path, tmp_path: Path) -> None:
+def test_autocast_and_backbone_confidence_train_too(
+    target: LoadedTarget, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("dspark.training.recipe.multiplies_bfloat16", lambda device: True)
     recipe = tiny_recipe(
         data,
         tmp_path / "run",
@@ -284,6 +287,20 @@ def test_autocast_and_backbone_confidence_train_too(target: LoadedTarget, data: 
     steps = log(tmp_path / "run", "step")
     assert steps[-1]["loss"] < steps[0]["loss"]
     assert result.end == "finished"
+
+
+def test_products_are_in_float32_where_bfloat16_is_slow(
+    target: LoadedTarget, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    losses = {}
+    for fast, autocast in ((False, False), (False, True), (True, True)):
+        monkeypatch.setattr("dspark.training.recipe.multiplies_bfloat16", lambda device, fast=fast: fast)
+        recipe = tiny_recipe(data, tmp_path / f"{fast}-{autocast}", batch={"autocast": autocast})
+        notices = [notice for notice in plan_run(recipe, target).notices if "no instructions for bfloat16" in notice]
+        assert len(notices) == (autocast and not fast)
+        open_trainer(recipe, target).run()
+        losses[fast, autocast] = [step["loss"] for step in log(tmp_path / f"{fast}-{autocast}", "step")]
+    assert losses[False, True] == losses[False, False] != losses[True, True]
 
 
 def test_confidence_loss_stays_in_its_head_unless_asked(target: LoadedTarget, data: Path, tmp_path: Path) -> None:

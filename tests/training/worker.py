@@ -53,7 +53,7 @@ def first_gradients(run: Run, world: World, rows: int | None) -> dict[str, Any]:
         drafter,
         TargetHead.of(drafter, run.target.model),
         recipe.loss.settings(),
-        autocast=recipe.batch.autocast,
+        autocast=recipe.batch.autocasts_on(drafter.device),
         confidence_reaches_backbone=recipe.loss.confidence_reaches_backbone,
     )
     parallel = ParallelStep(step, world, strategy=recipe.distributed.strategy, accumulate=recipe.batch.accumulate)

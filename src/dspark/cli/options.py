@@ -46,7 +46,8 @@ DtypeOption = Annotated[
     Parameter(
         group=MODELS,
         help="Number format of the target's weights and products. `auto` is int8 on a CPU with AVX2 or AVX512-VNNI"
-        " (for targets with heads of 8, 16, ... dimensions), bfloat16 elsewhere.",
+        " (for targets with heads of 8, 16, ... dimensions), elsewhere bfloat16, or float32 on a CPU without"
+        " instructions for bfloat16.",
     ),
 ]
 DeviceOption = Annotated[str, Parameter(group=MODELS, help="Where the models run: `cpu`, `cuda`, `cuda:1`, ...")]

@@ -18,6 +18,7 @@ from dspark.models.decoder import Decoder, why_not_int8
 from dspark.models.embedded import NAME as EMBEDDED_NAME
 from dspark.models.embedded import embedded_target
 from dspark.models.gguf_file import read_gguf
+from dspark.models.hardware import multiplies_bfloat16
 from dspark.models.target import Target
 
 _SMALL_FILES = ["*.json", "*.jinja", "tokenizer.model", "merges.txt", "vocab.txt"]
@@ -119,15 +120,17 @@ def load_target(
 def resolve_dtype(dtype: str, device: str, config: DecoderConfig | None) -> str:
     """``auto`` is int8 for a native target on a CPU with the instructions for it, where it is the fastest.
 
-    Elsewhere it is bfloat16, through transformers too, and on a CPU too: half the memory to read for each token.
+    Elsewhere it is bfloat16, through transformers too: half the memory to read for each token; but float32 on a CPU
+    that has no instructions for bfloat16 (:func:`~dspark.models.hardware.multiplies_bfloat16`).
 
     Args:
         config: of the native decoder; None for a target that runs through transformers.
     """
     if dtype != "auto":
         return dtype
-    has_int8 = config is not None and torch.device(device).type == "cpu" and why_not_int8(config) is None
-    return "int8" if has_int8 else "bfloat16"
+    if config is not None and torch.device(device).type == "cpu" and why_not_int8(config) is None:
+        return "int8"
+    return "bfloat16" if multiplies_bfloat16(torch.device(device)) else "float32"
 
 
 def _dtype_notices(name: str, config: DecoderConfig, asked: str, device: str) -> tuple[str, ...]:
@@ -137,7 +140,7 @@ def _dtype_notices(name: str, config: DecoderConfig, asked: str, device: str) ->
     reason = why_not_int8(config)
     if reason is None:
         return (f"{name} runs in int8, the fastest here; dtype bfloat16 or float32 is nearer to its weights",)
-    return (f"{name} runs in bfloat16: the faster int8 needs {reason}",)
+    return (f"{name} runs in {resolve_dtype(asked, device, config)}: the faster int8 needs {reason}",)
 
 
 def _native_config(

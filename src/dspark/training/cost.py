@@ -88,7 +88,7 @@ def measure_cost(plan: RunPlan) -> RunCost:
             drafter,
             TargetHead.of(drafter, target),
             recipe.loss.settings(),
-            autocast=recipe.batch.autocast,
+            autocast=recipe.batch.autocasts_on(drafter.device),
             confidence_reaches_backbone=recipe.loss.confidence_reaches_backbone,
         ),
         World.single(drafter.device),

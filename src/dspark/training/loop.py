@@ -177,7 +177,7 @@ class Trainer:
                 self._drafter,
                 self._head,
                 recipe.loss.settings(),
-                autocast=recipe.batch.autocast,
+                autocast=recipe.batch.autocasts_on(run.target.model.device),
                 confidence_reaches_backbone=recipe.loss.confidence_reaches_backbone,
             ),
             self._world,
@@ -190,7 +190,7 @@ class Trainer:
             recipe.optimiser,
             tap_scale_T,
             world=self._world,
-            muon_dtype=torch.bfloat16 if recipe.batch.autocast else torch.float32,
+            muon_dtype=torch.bfloat16 if recipe.batch.autocasts_on(run.target.model.device) else torch.float32,
         )
         if state is not None:
             self._optimisers.load_state_dict(state["optimisers"])

@@ -11,6 +11,7 @@ import torch
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
+from dspark.models.hardware import multiplies_bfloat16
 from dspark.training.objective import ObjectiveSettings
 
 __all__ = [
@@ -195,7 +196,7 @@ class BatchRecipe(_Section):
     anchor_every_tokens: a visit to a sequence takes one anchor for that many response tokens; with the block size,
         every response token is learnt about once per visit.
     accumulate: parts that a step is cut into, one after another, to save memory; the result is the same.
-    autocast: products in bfloat16; the weights and their optimiser stay float32.
+    autocast: products in bfloat16 where that is fast (`autocasts_on`); the weights and their optimiser stay float32.
     compile: run the step through ``torch.compile``.
     """
 
@@ -207,6 +208,10 @@ class BatchRecipe(_Section):
     accumulate: Positive = 1
     autocast: bool = True
     compile: bool = False
+
+    def autocasts_on(self, device: torch.device) -> bool:
+        """Whether products are in bfloat16 there: if asked for, and not on a CPU that has no instructions for it."""
+        return self.autocast and multiplies_bfloat16(device)
 
     @model_validator(mode="after")
     def _check(self) -> BatchRecipe:

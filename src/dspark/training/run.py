@@ -126,6 +126,8 @@ def plan_run(recipe: Recipe, target: LoadedTarget) -> RunPlan:
     ]
     config = drafter_config(recipe, target)
     notices.append(_mask_notice(config, rows))
+    if recipe.batch.autocast and not recipe.batch.autocasts_on(target.model.device):
+        notices.append("batch.autocast: this processor has no instructions for bfloat16, so products are in float32")
     if recipe.drafter.initialise_from is not None:
         check_given_config(recipe.drafter.initialise_from, config)
     spec, stored_spec = _specs(recipe, target)
