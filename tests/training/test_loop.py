@@ -289,14 +289,25 @@ def test_autocast_and_backbone_confidence_train_too(
     assert result.end == "finished"
 
 
+def test_states_that_are_slow_to_compute_are_named(
+    target: LoadedTarget, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    recipe = tiny_recipe(data, tmp_path / "run", states={"dtype": "bfloat16"})
+    for fast in (False, True):
+        monkeypatch.setattr("dspark.training.run.multiplies_bfloat16", lambda device, fast=fast: fast)
+        notices = [notice for notice in plan_run(recipe, target).notices if notice.startswith("states.dtype")]
+        assert len(notices) == (not fast)
+
+
 def test_products_are_in_float32_where_bfloat16_is_slow(
     target: LoadedTarget, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     losses = {}
     for fast, autocast in ((False, False), (False, True), (True, True)):
-        monkeypatch.setattr("dspark.training.recipe.multiplies_bfloat16", lambda device, fast=fast: fast)
+        for module in ("recipe", "run"):
+            monkeypatch.setattr(f"dspark.training.{module}.multiplies_bfloat16", lambda device, fast=fast: fast)
         recipe = tiny_recipe(data, tmp_path / f"{fast}-{autocast}", batch={"autocast": autocast})
-        notices = [notice for notice in plan_run(recipe, target).notices if "no instructions for bfloat16" in notice]
+        notices = [notice for notice in plan_run(recipe, target).notices if notice.startswith("batch.autocast")]
         assert len(notices) == (autocast and not fast)
         open_trainer(recipe, target).run()
         losses[fast, autocast] = [step["loss"] for step in log(tmp_path / f"{fast}-{autocast}", "step")]

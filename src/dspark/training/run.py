@@ -11,6 +11,7 @@ from typing import Any
 from dspark.drafters.dspark_config import DSparkConfig
 from dspark.drafters.registry import AnyConfig
 from dspark.files import write_json
+from dspark.models.hardware import multiplies_bfloat16
 from dspark.models.loading import LoadedTarget
 from dspark.training.batches import BatchOrder, held_out_split
 from dspark.training.checkpoints import CHECKPOINTS, CheckpointDirectory
@@ -126,8 +127,14 @@ def plan_run(recipe: Recipe, target: LoadedTarget) -> RunPlan:
     ]
     config = drafter_config(recipe, target)
     notices.append(_mask_notice(config, rows))
-    if recipe.batch.autocast and not recipe.batch.autocasts_on(target.model.device):
-        notices.append("batch.autocast: this processor has no instructions for bfloat16, so products are in float32")
+    if not multiplies_bfloat16(target.model.device):
+        if recipe.batch.autocast:
+            notices.append("batch.autocast: this processor has no instructions for bfloat16, products are in float32")
+        if recipe.states.dtype == "bfloat16":
+            notices.append(
+                "states.dtype: this processor has no instructions for bfloat16; float32 is several times as fast, and "
+                "int8 is for a native target"
+            )
     if recipe.drafter.initialise_from is not None:
         check_given_config(recipe.drafter.initialise_from, config)
     spec, stored_spec = _specs(recipe, target)
