@@ -47,7 +47,7 @@ PEERS = (
     "transformers",
     "transformers-lookup",
 )
-MORE_PEERS = ("llama.cpp-q8_0-ngram", "llama.cpp-bf16-ngram")
+MORE_PEERS = ("vllm-float32", "transformers-float32", "llama.cpp-q8_0-ngram", "llama.cpp-bf16-ngram")
 LOOKUP_TOKENS = 10
 WARM_UP_TOKENS = 8
 STEP_COUNTS = (1, 4, 8, 16, 32)
@@ -159,6 +159,7 @@ def commands(
     found: dict[str, list[str]] = {}
     for name in dict.fromkeys((REFERENCE, *names)):
         kind, _, variant = name.partition("-")
+        float32 = ["--dtype", "float32"] if variant == "float32" else []
         if kind == "dspark":
             drafter = [] if arguments.drafter is None else ["--drafter", arguments.drafter]
             options = ["--target", arguments.target, "--policy", variant, *drafter, *sizes]
@@ -174,11 +175,11 @@ def commands(
         elif kind == "vllm":
             directory = arguments.environments / kind
             facts(directory)
-            options = ["--model", str(checkpoint), *sizes]
+            options = ["--model", str(checkpoint), *float32, *sizes]
             found[name] = [str(vllm_python(directory)), str(HERE / "peer_vllm.py"), *options]
         else:
-            lookup = ["--lookup", str(LOOKUP_TOKENS)] if variant else []
-            options = ["--model", str(checkpoint), *lookup, *threads]
+            lookup = ["--lookup", str(LOOKUP_TOKENS)] if variant == "lookup" else []
+            options = ["--model", str(checkpoint), *lookup, *float32, *threads]
             found[name] = [sys.executable, str(HERE / "peer_transformers.py"), *options]
     return found
 

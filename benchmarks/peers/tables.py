@@ -77,7 +77,7 @@ def _ratios(rounds: Rounds) -> str:
     groups = {
         "dspark-off": ["dspark-off"],
         "best of llama.cpp": [peer for peer in peers if peer.startswith("llama.cpp")],
-        "vllm": [peer for peer in peers if peer == "vllm"],
+        "best of vllm": [peer for peer in peers if peer.startswith("vllm")],
         "best of transformers": [peer for peer in peers if peer.startswith("transformers")],
     }
     domains = [cell["domain"] for cell in _cells(rounds[0], 1)]
