@@ -11,6 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from dspark.models.hardware import multiplies_bfloat16
 from dspark.models.loading import load_target
 from dspark.types import Segment
 from tests.cli.tokenizer import character_tokenizer
@@ -74,3 +75,10 @@ def test_what_is_wrong_is_named(checkpoint: Path, tmp_path: Path) -> None:
     (tmp_path / "model.bin").write_bytes(b"")
     with pytest.raises(ValueError, match=r"not a \.gguf"):
         load_target(str(tmp_path / "model.bin"))
+
+
+def test_bfloat16_is_for_processors_that_multiply_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    for device in ("cuda", "mps"):
+        assert multiplies_bfloat16(torch.device(device))
+    monkeypatch.setattr(torch.backends.mkldnn, "is_available", lambda: False)
+    assert not multiplies_bfloat16(torch.device("cpu"))
