@@ -139,7 +139,7 @@ class DecoderKernel:
             ropes: float32 tables ``[P, D]`` (:meth:`~dspark.models.rope.RopeTable.table`).
 
         Raises:
-            ValueError: the cache is another model's, or its tables name what it has not.
+            ValueError: the tables of the cache name what it has not.
         """
         threads = torch.get_num_threads()
         prepared = self.prepare(x_NH, ropes, plan, cache, tap_layers)
@@ -179,9 +179,11 @@ class DecoderKernel:
     def prepare(
         self, x_NH: torch.Tensor, ropes: Ropes, plan: AttentionPlan, cache: KVCache, tap_layers: Sequence[int]
     ) -> PreparedLayers:
-        """What :func:`run_layers` needs for such a call, in which taps are in the order of their layers."""
+        """What :func:`run_layers` needs for such a call, in which taps are in the order of their layers.
+
+        The cache is this model's (`check_cache`): that is checked before its positions are counted.
+        """
         c, threads, tables = self._shape, torch.get_num_threads(), plan.tables.tables_SB
-        self.check_cache(cache)
         rows, hidden = x_NH.shape
         tap_columns, tap_columns_at, num_taps = self._columns_of_taps(tuple(tap_layers))
         taps_NT = torch.empty(rows, hidden * num_taps)

@@ -94,7 +94,7 @@ def load_target(
     generation = read_checkpoint_json(path / "generation_config.json", required=False)
     config, why_not_native = _native_config(raw, implementation)
     compute_dtype = resolve_dtype(dtype, device, config)
-    notices: tuple[str, ...] = ()
+    notices: tuple[str, ...]
     model: Target
     if config is not None:
         model = Decoder(config, _read_weights(path), compute_dtype=compute_dtype, device=device)

@@ -82,13 +82,19 @@ def measure_cost(plan: RunPlan) -> RunCost:
         torch.arange(config.draft_vocab_size) if config.has_reduced_vocabulary else None,
         generator=torch.Generator().manual_seed(0),
     )
-    optimisers = Optimisers(drafter, recipe.optimiser, torch.ones(len(plan.spec.tap_layers) * plan.spec.hidden_size))
+    autocast = recipe.batch.autocasts_on(drafter.device)
+    optimisers = Optimisers(
+        drafter,
+        recipe.optimiser,
+        torch.ones(len(plan.spec.tap_layers) * plan.spec.hidden_size),
+        muon_dtype=torch.bfloat16 if autocast else torch.float32,  # as in the run
+    )
     step = ParallelStep(
         TrainingStep(
             drafter,
             TargetHead.of(drafter, target),
             recipe.loss.settings(),
-            autocast=recipe.batch.autocasts_on(drafter.device),
+            autocast=autocast,
             confidence_reaches_backbone=recipe.loss.confidence_reaches_backbone,
         ),
         World.single(drafter.device),

@@ -172,12 +172,13 @@ class Trainer:
                     "bigram_nats": start.markov.bigram_nats,
                 }
         self._head = TargetHead.of(self._drafter, run.target.model)
+        autocast = recipe.batch.autocasts_on(run.target.model.device)
         self._gradients = ParallelStep(
             TrainingStep(
                 self._drafter,
                 self._head,
                 recipe.loss.settings(),
-                autocast=recipe.batch.autocasts_on(run.target.model.device),
+                autocast=autocast,
                 confidence_reaches_backbone=recipe.loss.confidence_reaches_backbone,
             ),
             self._world,
@@ -190,7 +191,7 @@ class Trainer:
             recipe.optimiser,
             tap_scale_T,
             world=self._world,
-            muon_dtype=torch.bfloat16 if recipe.batch.autocasts_on(run.target.model.device) else torch.float32,
+            muon_dtype=torch.bfloat16 if autocast else torch.float32,
         )
         if state is not None:
             self._optimisers.load_state_dict(state["optimisers"])
